@@ -470,5 +470,5 @@ def _explained(texts: tuple[str, ...], num_axes: int) -> Part:
         try:
             return OverMesh(0, tuple(map(parse_split, texts)))
         except InvalidInputError:
-            pass  # a placement of a later version
+            pass  # a placement of a later version: its text is kept
     return Unexplained(texts)

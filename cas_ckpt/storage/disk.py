@@ -180,7 +180,7 @@ class Temporary:
     def discard(self) -> None:
         """Close and remove; nothing happens when it was published or removed before."""
         self.descriptor = None
-        with suppress(OSError):
+        with suppress(OSError):  # what stays is swept later
             os.unlink(self.path)
 
 

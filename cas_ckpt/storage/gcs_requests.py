@@ -177,7 +177,7 @@ class Requests:
             return 0.0
         try:
             return parsedate_to_datetime(self._date[0]).timestamp() - self._date[1]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError):  # no date that can be read: our clock is as good
             return 0.0
 
     # --- errors ----------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class ObjectReads:
     def _steady(self, name: str, read: Callable[[], T]) -> T:
         """What `read` answers, begun anew where the value was replaced meanwhile."""
         for _ in range(_MOST_RESTARTS):
-            with suppress(ConditionFailed):
+            with suppress(ConditionFailed):  # replaced by another value: that one is read
                 return read()
         raise TransientStorageError(f"{name}: was replaced {_MOST_RESTARTS} times while it was read; try again")
 

@@ -252,7 +252,7 @@ class ObjectStore:
             return
         noted = self._recall(key)
         if noted is not None and noted.value == expected:
-            with suppress(_Stale):
+            with suppress(_Stale):  # it was changed elsewhere, which is looked at below
                 self._swap(key, name, noted.version, view)
                 return
         for _ in range(_MOST_SWAPS):

@@ -147,7 +147,7 @@ class PartUpload:
         """Stop, and let the server forget the parts; harmless when called twice, or after `complete`."""
         self._parts.stop()
         if self.id:
-            with suppress(CkptError):  # it is swept later
+            with suppress(CkptError):  # the server keeps the parts; `sweep_uploads` removes them later
                 self._bucket.abort(self.name, self.id)
             self._finished()
 

@@ -268,6 +268,9 @@ def find_entries(store: Store, key: str, size_bytes: int) -> Iterator[ExtentInfo
     """Entries of a pack whose directory is lost, found by their magic and their own headers.
 
     Payloads are not looked at. An entry whose payload is not all there is left out.
+
+    Raises:
+        PermissionDeniedError: the pack may not be read. TransientStorageError: the store cannot be reached.
     """
     window = PackWindow(store)
     window.open(key, size_bytes)
@@ -291,7 +294,9 @@ def _entry_at(window: PackWindow, at: int, size_bytes: int) -> ExtentInfo | None
         if length is None or at + length > size_bytes:
             return None
         info, _ = decode_entry_header(window.read(at, length, ahead=False), offset=at)
-    except (CorruptionError, UnsupportedVersionError, StorageError):
+    except (PermissionDeniedError, TransientStorageError):
+        raise
+    except (CorruptionError, UnsupportedVersionError, StorageError):  # no entry, or one that cannot be read at all
         return None
     return info if info.end <= size_bytes else None
 
@@ -303,6 +308,8 @@ def _next_magic(window: PackWindow, at: int, size_bytes: int) -> int:
         length = min(STEP_BYTES, size_bytes - at)
         try:
             found = bytes(window.read(at, length)).find(pack.ENTRY_MAGIC)
+        except (PermissionDeniedError, TransientStorageError):
+            raise
         except (CorruptionError, StorageError):
             found = -1  # a stretch that cannot be read holds nothing for us
         if found >= 0:

@@ -46,7 +46,6 @@ SPARE_BYTES = 1 << 30
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
-
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
 """What is read at one time is no more than this, whatever a store can do."""
 
@@ -250,7 +249,7 @@ def staging(
         file: IO[bytes] | None = None
         if wanted_bytes:
             folder, room_bytes = _roomiest(temporary_folders() if folders is None else folders, wanted_bytes)
-            with suppress(OSError):
+            with suppress(OSError):  # then nothing is staged, which is said below
                 if folder:
                     file = stack.enter_context(tempfile.TemporaryFile(prefix="cas-ckpt-", dir=folder, buffering=0))
         if file is not None and hasattr(os, "posix_fadvise"):
@@ -272,7 +271,7 @@ def _say_what_is_missing(wanted_bytes: int, room_bytes: int) -> None:
 def temporary_folders() -> list[str]:
     """Where temporary files may be: where this process has them, and where those are that survive a reboot."""
     found = ["/var/tmp"]  # noqa: S108
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # this process has none
         found.insert(0, tempfile.gettempdir())
     return [folder for folder in found if os.access(folder, os.W_OK) and not _is_memory(folder)]
 
@@ -281,7 +280,7 @@ def _roomiest(folders: Collection[str], wanted_bytes: int) -> tuple[str, int]:
     """The first folder with so much room, else the one with the most; and how much that is."""
     best, most_bytes = "", 0
     for folder in folders:
-        with suppress(OSError):
+        with suppress(OSError):  # a disk that does not say what room it has gets nothing
             disk = os.statvfs(folder)
             room_bytes = disk.f_bavail * disk.f_frsize - min(SPARE_BYTES, disk.f_blocks * disk.f_frsize // 10)
             if room_bytes > most_bytes:

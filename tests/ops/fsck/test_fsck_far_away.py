@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cas_ckpt.core.packs import read_directory
-from cas_ckpt.errors import TransientStorageError
+from cas_ckpt.errors import PermissionDeniedError, StorageError, TransientStorageError
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.scan import unit_bytes_of
+from cas_ckpt.transfer.scan import find_entries, unit_bytes_of
 from tests.builders import commit, numbers
 from tests.committing import new_store, on
 from tests.far import FarStore
@@ -68,3 +68,23 @@ def test_a_store_that_cannot_be_reached_is_no_damaged_one(store: MemoryStore) ->
     far.before_read = cut
     with pytest.raises(TransientStorageError):
         check_open(handle, DataOptions())
+
+
+@pytest.mark.parametrize("kind", [TransientStorageError, PermissionDeniedError])
+def test_entries_of_a_pack_without_a_directory_are_not_lost_with_the_connection(
+    store: MemoryStore, kind: type[StorageError]
+) -> None:
+    key, size = max(store.list("packs/"), key=lambda each: each[1])
+    far = FarStore(store)
+    assert len(list(find_entries(far, key, size))) > 5
+    last = len(far.reads)
+    for cut_at in (1, 2, last // 2, last):
+        far.reads.clear()
+
+        def cut(key: str, number: int, cut_at: int = cut_at) -> None:
+            if number == cut_at:
+                raise kind(f"{key}: connection reset")
+
+        far.before_read = cut
+        with pytest.raises(kind):
+            list(find_entries(far, key, size))
