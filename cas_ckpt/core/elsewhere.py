@@ -35,6 +35,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
 )
 from cas_ckpt.index import contents
+from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.database import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
@@ -177,6 +178,11 @@ class Elsewhere:
 
     def _lend(self, other: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
         handle = self._handle
+        own = handle.index.packs().keys()  # whoever gave packs of theirs these names gets nothing of ours replaced
+        located = {
+            digest: places for digest, places in located.items()
+            if covers(places) and own.isdisjoint(place.pack for place in places)
+        }  # fmt: skip
         if not isinstance(handle.store, LentPacks):
             handle.store = cast(Store, LentPacks(handle.store))
         packs = {place.pack for places in located.values() for place in places}

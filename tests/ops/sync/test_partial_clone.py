@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +18,15 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import TransientStorageError
+from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError
+from cas_ckpt.index import contents
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.effects import no_space_from
+from cas_ckpt.testing.effects import CrashNow, die_before, no_space_from
 from cas_ckpt.testing.faults import FaultyStore
+from tests.cli.running import ok
+from tests.processes import ROOT
+from tests.servers import S3Server
 
 ROWS = 200_000
 
@@ -184,3 +194,98 @@ def test_where_the_disk_is_full_it_is_read_at_the_promisor(tmp_path: Path, caplo
         assert np.array_equal(np.asarray(found["optimizer"]["m"]), state(1)["optimizer"]["m"].numpy())  # type: ignore[index]
     assert re.search("not kept here: .*no space left", caplog.text)
     assert size_of(tmp_path / "here") == before
+
+
+def test_wrong_bytes_of_a_promisor_are_neither_taken_nor_shown(tmp_path: Path) -> None:
+    made(tmp_path)
+    for pack in (tmp_path / "there" / "packs").rglob("*.data"):
+        pack.chmod(0o644)
+        held = bytearray(pack.read_bytes())
+        held[200:-4000:1000] = bytes(byte ^ 0xFF for byte in held[200:-4000:1000])
+        pack.write_bytes(bytes(held))
+    before = size_of(tmp_path / "here")
+    for read_only in (True, False):
+        with Repository.open(tmp_path / "here", read_only=read_only) as here:
+            with pytest.raises((CorruptionError, NotFoundError)):
+                here.load("main")
+            here.load("main", keys="model/**")
+    assert size_of(tmp_path / "here") == before
+
+
+def test_who_dies_while_the_rest_comes_loses_nothing(tmp_path: Path) -> None:
+    """At every effect on the store in turn, until one read ends."""
+    made(tmp_path)
+    for at in range(1, 50):
+        shutil.rmtree(tmp_path / "try", ignore_errors=True)
+        shutil.copytree(tmp_path / "here", tmp_path / "try")
+        store = FaultyStore(FileStore(tmp_path / "try"), die_before(at))
+        repo = Repository(RepositoryHandle.on_store(store, cache=None))
+        try:
+            repo.load("main")
+            break
+        except CrashNow:
+            pass
+        with Repository.open(tmp_path / "try") as again:
+            assert again.fsck(read_data=True).ok
+            assert np.array_equal(
+                np.asarray(again.load("main")["optimizer"]["m"]), state(1)["optimizer"]["m"].numpy()  # type: ignore[index]
+            )  # fmt: skip
+            again.gc(min_age_s=0)
+            assert again.fsck(read_data=True).num_promised == 1
+    assert 1 < at < 49
+
+
+def test_a_process_that_is_killed_while_the_rest_comes_loses_nothing(tmp_path: Path) -> None:
+    made(tmp_path, commits=4)
+    text = f"""
+        import os, signal
+        from cas_ckpt import Repository
+        from cas_ckpt.index.index import Index
+        add = Index.add_packs
+        def once(self, *args, **kwargs):
+            if any(record.entries for record in args[0]) and self.place and "here" in str(self.place):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return add(self, *args, **kwargs)
+        Index.add_packs = once
+        Repository.open({str(tmp_path / "here")!r}).load("main")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with Repository.open(tmp_path / "here") as here:
+        assert here.fsck(read_data=True).ok
+        for number in range(4):
+            here.load(f"main~{number}")
+        here.gc(min_age_s=0)
+        report = here.fsck(read_data=True)
+        assert report.ok and not report.num_promised
+
+
+def test_a_clone_of_a_bucket_with_a_filter(tmp_path: Path, s3: S3Server) -> None:
+    url = s3.url(s3.new_bucket())
+    with Repository.init(url) as there:
+        for step in range(3):
+            there.commit(state(step), step=step)
+    ok("clone", "--filter", "model/**", "--depth", "2", url, tmp_path / "here")
+    assert "promisor  filter model/**" in ok("-C", tmp_path / "here", "remote", "list")
+    with Repository.open(tmp_path / "here") as here:
+        assert here.fsck(remote=True).num_promised == 2
+        here.gc(min_age_s=0)
+        assert np.asarray(here.read("main", "optimizer/m", slice(3, 5))).tolist() == [8.0, 10.0]
+        assert here.fsck(read_data=True, remote=True).num_promised == 1
+    ok("-C", tmp_path / "here", "fetch", "--filter", "**")
+    ok("-C", tmp_path / "here", "remote", "set", "origin", "--no-promisor", "--no-filter")
+    with Repository.open(tmp_path / "here") as here:
+        assert here.fsck(read_data=True).ok and not here.fsck().num_promised
+
+
+def test_a_promisor_whose_packs_have_names_of_ours_lends_none_of_them(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here", read_only=True) as here, Repository.open(tmp_path / "there") as there:
+        handle, other = here._handle, there._handle
+        own = next(iter(handle.index.packs()))
+        digest = next(iter(other.index.read(contents.chunks_and_packs)[0]))
+        (place,) = other.index.read(contents.locate, [digest])[digest]
+        handle.elsewhere._lend(other, {digest: [dataclasses.replace(place, pack=own)]})
+        assert not handle.elsewhere.lent([Digest(digest)])
+        handle.elsewhere._lend(other, {digest: [place]})
+        assert handle.elsewhere.lent([Digest(digest)])
