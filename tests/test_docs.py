@@ -27,6 +27,11 @@ _BLOCK = re.compile(r"^[ ]*```(\w*)\n(.*?)^[ ]*```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
+def from_root(page: Path) -> str:
+    """What a page is called in the name of a test: pages of several folders have one name."""
+    return str(page.relative_to(ROOT))
+
+
 @cache
 def all_text() -> str:
     return "\n".join(page.read_text() for page in PAGES)
@@ -93,7 +98,7 @@ def test_every_method_of_repository_is_documented() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=from_root)
 def test_every_command_line_that_is_shown_parses(page: Path) -> None:
     refused = {}
     for line in shown_command_lines(page):
@@ -109,13 +114,13 @@ def test_a_command_line_with_an_unknown_option_would_be_found() -> None:
         parse(command_line(), words_of("cas-ckpt log --no-such-option | head"), "cas-ckpt")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=from_root)
 def test_every_python_block_is_python(page: Path) -> None:
     for text in blocks(page, "python", "py"):
         compile(inspect.cleandoc(text), str(page), "exec")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=from_root)
 def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
     targets = [target for target in _LINK.findall(page.read_text()) if "://" not in target and "@" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
@@ -192,7 +197,7 @@ def not_as_shown(session: str, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", SESSIONS, ids=from_root)
 def test_sessions_print_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_sessions(page, tmp_path) == []

@@ -186,7 +186,7 @@ def stats(settings: Settings, /, revision: str | None, requests: bool, **month: 
         given["changed_prices"] = dict(month["changed_prices"])
         with settings.open() as repo:
             cost = repo.monthly_cost(**given)
-        settings.show(cost, _month_lines(cost))
+        settings.show(cost, month_lines(cost))
         return
     with settings.open() as repo, repo.one_look():
         if revision is not None:
@@ -197,7 +197,8 @@ def stats(settings: Settings, /, revision: str | None, requests: bool, **month: 
     settings.show(plain(found) | {"ratio": found.ratio}, table(_repository_rows(found)))
 
 
-def _month_lines(cost: MonthlyCost) -> Iterator[str]:
+def month_lines(cost: MonthlyCost) -> Iterator[str]:
+    """The lines of `stats --requests`."""
     facts, rates = cost.facts, cost.rates
     kept = "for good" if rates.keep_days is None else f"for {rates.keep_days:g} days"
     yield (

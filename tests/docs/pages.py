@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.docs.command_line import verbs
 from tests.docs.example import example
 from tests.docs.index_schema import schema
+from tests.docs.month_of_a_run import month
 from tests.docs.questions import questions, readme
 from tests.docs.views_page import views
 
@@ -22,6 +23,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "views": ("sql.md", views),
     "questions": ("sql.md", questions),
     "sql": ("../README.md", readme),
+    "month": ("remotes.md", month),
 }
 """Name of the part -> its page, and what makes it."""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import PermissionDeniedError
+from cas_ckpt.storage import object_uploads
 from tests.servers import KEY_ID, SECRET_KEY, S3Server, s3_server
 from tests.test_docs import ROOT, blocks
 
@@ -59,7 +59,8 @@ class Guarded:
 
     def judging(self, on: bool) -> None:
         body = b"0" if on else b"1000000000"
-        request = urllib.request.Request(f"{self.server.endpoint}/moto-api/reset-auth", data=body, method="POST")
+        told = {"Content-Type": "text/plain"}
+        request = urllib.request.Request(f"{self.server.endpoint}/moto-api/reset-auth", body, told, method="POST")
         urllib.request.urlopen(request).close()
 
     @property
@@ -94,7 +95,7 @@ def state(seed: int) -> dict[str, Any]:
     return {"w": np.random.default_rng(seed).integers(0, 256, 20 << 20, dtype=np.uint8)}
 
 
-def write(url: str, seeds: range) -> None:
+def commit(url: str, seeds: range) -> None:
     with Repository.open(url, cache=None, group=None) as repo:
         for seed in seeds:
             repo.commit(state(seed), step=seed)
@@ -114,36 +115,70 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return made
 
 
-@pytest.mark.slow
-def test_the_writer_commits_pushes_and_collects_and_the_bucket_is_not_its_own(
-    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guarded.become("writer")
-    made = called(monkeypatch)
-    Repository.init(guarded.url, cache=None, group=None).close()
-    write(guarded.url, range(2))
-    with Repository.open(guarded.url, cache=None, group=None) as repo:
-        repo.branch("ft")
-        repo.add_remote("origin", tmp_path / "there")
-        repo.rename("ft", "ft2")
-        repo.delete("ft2")
-        assert repo.fsck(read_data=True).ok
-    assert repo_is_whole(guarded.url)
-    for operation in ("create_bucket", "delete_bucket"):
-        with pytest.raises(botocore.client.ClientError, match="AccessDenied"):
-            getattr(client_of_now(guarded), operation)(Bucket="another-bucket")
-    assert {ACTIONS[operation] for operation, _ in made} <= allowed("writer")
-
-
-def client_of_now(guarded: Guarded) -> Any:
-    return boto3.client("s3", endpoint_url=guarded.server.endpoint, region_name="us-east-1")
-
-
-def repo_is_whole(url: str) -> bool:
-    with Repository.open(url, cache=None, group=None, read_only=True) as repo:
-        return repo.fsck(read_data=True).ok
+def used(made: list[tuple[str, dict[str, Any]]]) -> set[str]:
+    """The actions that were needed, since this was last asked."""
+    found = {ACTIONS[operation] for operation, _ in made if operation in ACTIONS}
+    made.clear()
+    return found
 
 
 def allowed(who: str) -> set[str]:
-    statements = policies()[who]["Statement"]
-    return {action for one in statements if one["Effect"] == "Allow" for action in one["Action"]}
+    return {action for one in policies()[who]["Statement"] for action in one["Action"]}
+
+
+def client_of_now(server: S3Server) -> Any:
+    return boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+
+
+def opened(url: str, *, read_only: bool = False) -> Repository:
+    return Repository.open(url, cache=None, group=None, read_only=read_only)
+
+
+@pytest.mark.slow
+def test_each_does_its_work_and_no_more(guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actions that a policy allows are those that were asked for: none is missing, none is too much."""
+    monkeypatch.setattr(object_uploads, "MIN_UPLOAD_AGE_S", -1.0)
+    made = called(monkeypatch)
+    guarded.become("maintainer")
+    used(made)
+    Repository.init(guarded.url, cache=None, group=None).close()
+    commit(guarded.url, range(2))
+    client_of_now(guarded.server).create_multipart_upload(Bucket=BUCKET, Key=f"{PREFIX}/packs/00/{'0' * 32}.data")
+    with opened(guarded.url) as repo:
+        repo.branch("ft")
+        repo.delete_branch("ft")
+        repo.forget(revisions=["main~1"])
+        assert repo.gc(min_age_s=0).denied == ""
+        assert repo.fsck(read_data=True).ok
+    assert used(made) == allowed("maintainer")
+
+    guarded.become("writer")
+    used(made)
+    commit(guarded.url, range(2, 4))
+    with Repository.clone(guarded.url, tmp_path / "here", cache=None) as here:
+        here.commit(state(5))
+        here.push()
+    with opened(guarded.url) as repo:
+        repo.tag("v1")
+        store = repo._handle.store
+        for prefix in ("packs/", "refs/", "gc/"):
+            with pytest.raises(PermissionDeniedError):
+                store.delete(next(key for key, _ in store.list(prefix)))
+    assert used(made) == allowed("writer") - {"s3:AbortMultipartUpload"}, "that is for a commit that fails"
+
+    guarded.become("reader")
+    used(made)
+    with opened(guarded.url, read_only=True) as repo:
+        assert len(list(repo.log())) == 5 and repo.ls("main") and repo.fsck(read_data=True).ok
+    Repository.clone(guarded.url, tmp_path / "clone", cache=None).close()
+    assert used(made) - {"s3:ListBucketMultipartUploads"} == allowed("reader"), "fsck counts uploads where it may"
+    with pytest.raises(PermissionDeniedError, match="docs/remotes.md"):
+        commit(guarded.url, range(9, 10))
+
+
+def test_the_lifecycle_rules_expire_no_object() -> None:
+    rules = [
+        rule for text in blocks(ROOT / "docs" / "remotes.md", "json") for rule in json.loads(text).get("Rules", ())
+    ]
+    assert len(rules) >= 2
+    assert not any({"Expiration", "Transitions"} & rule.keys() for rule in rules)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import from_root
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
@@ -33,13 +35,13 @@ WRAPPED = [page for page in PAGES if page.parent.name != "benchmarks"]
 """Reports of benchmarks are written by programs."""
 
 
-@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WRAPPED, ids=from_root)
 def test_lines_of_prose_have_at_most_120_characters(page: Path) -> None:
     long = [(number, line) for number, line in prose(page) if len(line) > 120]
     assert [each for each in long if not re.search(r"\]\(|://", each[1])] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=from_root)
 def test_links_to_headings_lead_to_headings_that_are_there(page: Path) -> None:
     lost = []
     for target, anchor in ANCHOR.findall(page.read_text()):
@@ -56,7 +58,7 @@ def test_the_words_of_the_glossary_are_in_order_and_explained_once() -> None:
     assert len(every) == len(set(every)) > 50
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=from_root)
 def test_files_that_are_named_by_their_whole_path_are_there(page: Path) -> None:
     named = re.findall(r"\b(?:tests|cas_ckpt|benchmarks|examples|migrations)/[\w/]+\.py\b", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
