@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import shutil
@@ -285,7 +284,7 @@ def test_a_promisor_whose_packs_have_names_of_ours_lends_none_of_them(tmp_path: 
         own = next(iter(handle.index.packs()))
         digest = next(iter(other.index.read(contents.chunks_and_packs)[0]))
         (place,) = other.index.read(contents.locate, [digest])[digest]
-        handle.elsewhere._lend(other, {digest: [dataclasses.replace(place, pack=own)]})
+        handle.elsewhere._lend(other, {digest: [place._replace(pack=own)]})
         assert not handle.elsewhere.lent([Digest(digest)])
         handle.elsewhere._lend(other, {digest: [place]})
         assert handle.elsewhere.lent([Digest(digest)])
