@@ -39,6 +39,7 @@ from cas_ckpt.core.protocol import (
     sweep_sessions,
 )
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, default_author
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -269,8 +270,16 @@ class Collection:
             self.list_packs()  # an index that is being rebuilt, or a listing that another collection changed
         raise CorruptionError(
             f"object {short(missing[0])}, which a live commit needs, is in no pack, and no remote promised it. Nothing "
-            "is collected before that is mended: run repo.fsck(), then repair it or forget the commit"
+            f"is collected before that is mended: run repo.fsck(), then repair it{self._repair()} or forget the commit"
         )
+
+    def _repair(self) -> str:
+        """How what is lost here comes back from a tier, for a message; empty: there is none, as far as is known."""
+        try:
+            tiers = read_settings(self.handle.store).tiers
+        except (CorruptionError, UnsupportedVersionError):
+            return ""
+        return f' (repo.repair("chunks", sources=["{tiers[0].url}"]) takes it from {tiers[0].name})' if tiers else ""
 
     def _require_alone(self) -> None:
         """Raise ConflictError if another collection has changed gc/state since this one did, or read it."""

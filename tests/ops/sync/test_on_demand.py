@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageErro
 from cas_ckpt.index import contents
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.storage.file import FileStore
+from tests.cli.running import call
 from tests.remote_store import RemoteStore
 
 ROWS = 20_000
@@ -66,6 +68,25 @@ def test_a_pack_that_is_lost_here_is_brought_from_the_tier_when_it_is_read(tmp_p
     read_all(tmp_path)  # it is here now
     with Repository.open(tmp_path / "here") as here:
         assert here.fsck(read_data=True).ok
+
+
+def test_a_collection_that_lacks_what_a_tier_has_names_the_repair_that_brings_it(tmp_path: Path) -> None:
+    with_tier(tmp_path)
+    lose_data(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        with pytest.raises(CorruptionError, match="Nothing is collected") as caught:
+            here.gc()
+        (advised,) = re.findall(r"(repo\.repair\(.*?\)) takes it from origin", str(caught.value))
+        assert f'cas-ckpt fsck --repair chunks --from "{there_of(here)}"' in call("-C", tmp_path / "here", "gc").err
+        eval(advised, {"repo": here})
+        here.gc()
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    read_all(tmp_path)
+
+
+def there_of(here: Repository) -> str:
+    (remote,) = here.remotes()
+    return remote.url
 
 
 def test_chunks_that_are_damaged_here_are_brought_from_the_tier_when_they_are_read(tmp_path: Path) -> None:
