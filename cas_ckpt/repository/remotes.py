@@ -46,7 +46,8 @@ class RemoteVerbs(Opened):
             remote: A remote's name, a URL or a path; `origin`, if not given.
             refs: Branches and tags, or `REVISION:BRANCH`, as git has them; if nothing is given, what the remote's
                 settings say, else the branch that is checked out.
-            delete: Refs of the other repository that are to go.
+            delete: Refs of the other repository that are to go, whatever they alone lead to, as with git; there
+                `undelete_branch` brings one back until its log expires. Its default branch stays.
             all_branches, tags: All branches, all tags.
             force: Also where a ref would not move forward.
             force_with_lease: The same, but only where it is where it was when it was last asked (True), or at this
@@ -57,6 +58,7 @@ class RemoteVerbs(Opened):
             max_bandwidth: Bytes a second at most.
         Raises:
             ConflictError: a ref would not move forward, or moved meanwhile.
+            SignatureError: a branch there takes signed commits only; nothing was copied.
         """
         from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.sync.push import PushRequest, push
@@ -125,6 +127,7 @@ class RemoteVerbs(Opened):
             max_bandwidth: Bytes a second at most.
         Raises:
             ConflictError: each side has commits that the other has not; says what helps.
+            SignatureError: the branch here takes signed commits only; what was fetched stays.
             NotFoundError: there is no such remote, or no such branch there.
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, pull
@@ -160,7 +163,7 @@ class RemoteVerbs(Opened):
             dry_run: Change nothing; the report says what would be done.
         Raises:
             NotFoundError: it continues from commits that are not here. ConflictError: a branch here has commits of its
-                own. CorruptionError: the file is damaged.
+                own. CorruptionError: the file is damaged. SignatureError: a branch here takes signed commits only.
         """
         from cas_ckpt.ops.sync.bundle import take_bundle
 
