@@ -193,5 +193,5 @@ class Bucket(Protocol):
         ...
 
     def after_fork(self) -> None:
-        """In a child process: forget connections without a word on them, they are the parent's."""
+        """In a child process: drop the connections without using or closing them, for they are the parent's."""
         ...

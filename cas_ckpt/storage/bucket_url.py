@@ -133,4 +133,4 @@ def endpoint_setting(url: BucketUrl) -> str | None:
         raise InvalidInputError("endpoint: a URL with something before an '@': no credentials belong there")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise InvalidInputError(f"endpoint={text!r:.100}: wanted https://host[:port]")
-    return text.rstrip("/")
+    return parts.geturl().rstrip("/")  # the scheme in small letters

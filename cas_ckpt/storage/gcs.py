@@ -66,7 +66,7 @@ _COMPOSED_AT_ONCE = 32
 _MAX_PARTS = _COMPOSED_AT_ONCE**2
 _PAGE = 1000
 _MOST_EMPTY_PAGES = 1000
-"""The service may answer pages without objects that say that more follow."""
+"""Pages without objects in a row; the service may answer a few that say that more follow."""
 
 _MOST_PARTS_LISTED = 1_000_000
 
@@ -77,7 +77,7 @@ _TARGET = "cas-ckpt-target"
 """Where the metadata of a part holds the name of the object that it is for."""
 
 _PLAIN = {"contentType": "application/octet-stream", "cacheControl": "no-store, no-transform"}
-"""Of every object. Those of a public bucket would else be answered from caches for an hour, refs too."""
+"""Of every object. Without it objects of a public bucket are answered from caches for up to an hour, refs too."""
 
 _GENERATION = re.compile(r"[1-9][0-9]{0,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-(-1|[0-9]{1,18})/([0-9]{1,18})")
@@ -340,7 +340,7 @@ class GcsBucket:
     def put_part(self, name: str, upload: str, number: int, data: memoryview) -> str:
         """See `Bucket.put_part`; the tag is the part's generation and size.
 
-        A part is created, never replaced, which takes a right less.
+        A part is created, never replaced: whoever may only create objects can write it.
         """
         part = self._part_name(upload, f"{number:05}")
         # The bucket's own class may be one in which a removed object is paid for by the month.
@@ -467,7 +467,7 @@ class GcsBucket:
             with self._requests.understanding(f"listing the parts of {name}"):
                 for one in page:
                     if not _text(one["name"]).startswith(self._part_name(upload, "")):
-                        raise ValueError(f"{one['name']!r:.200} is none of them")
+                        raise ValueError(f"{one['name']!r:.200} is not one of them")
                     yield _Source(_text(one["name"]), _generation(one["generation"]), _size(one["size"]))
 
     # --- errors ----------------------------------------------------------------------------------

@@ -46,17 +46,17 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
 
 _SEND_BYTES = 256 << 10
-"""Sent at once: the timeout of a connection is for each such piece, so that a slow line is no dead one."""
+"""Sent at once. The timeout of a connection is for each such piece, so that a slow connection does not time out."""
 
 _RECEIVE_BYTES = 64 << 10
-"""Asked of a connection at once: memory for so much is taken each time, and mostly less comes."""
+"""Asked of a connection at once. Memory for so much is taken each time, though mostly less comes."""
 
 _SUMMED_BYTES = 256 << 10
 
 _BUDGET = 500
 _RETRY_COST = 5
-"""A retry takes so much of the budget, a request that succeeds puts one back: a hundred retries in a row, for all
-threads together, then only as many as one in five."""
+"""A retry takes so much of the budget, and a request that succeeds gives 1 back. So all threads together may retry a
+hundred times in a row, and after that once for every five requests that succeed."""
 
 _SUCCESS = frozenset({200, 204, 206})
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
@@ -74,7 +74,7 @@ _ADVICE = {
 
 
 class NotThere(StorageError):
-    """404 or 410; `is_bucket`: the service says that it is the bucket which is not there."""
+    """404 or 410; `is_bucket`: the service says that the bucket is not there."""
 
     def __init__(self, message: str, *, is_bucket: bool) -> None:
         super().__init__(message)
@@ -172,7 +172,7 @@ class Requests:
 
     @property
     def clock_offset_s(self) -> float:
-        """How much the server's clock is before ours, by its last answer."""
+        """How much the server's clock is ahead of ours, by its last answer."""
         if self._date is None:
             return 0.0
         try:

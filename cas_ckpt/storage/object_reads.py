@@ -32,16 +32,16 @@ _MOST_WHOLE_BYTES = 128 << 20
 """Longest object that is read whole: a record. What is longer is read in ranges."""
 
 _MOST_BREAKS = 5
-"""A body may break off so often in a row before `_PROGRESS_BYTES` of it came."""
+"""Times that a body may break off in a row without `_PROGRESS_BYTES` coming in between."""
 
 _PROGRESS_BYTES = 256 << 10
 _BREAK_PAUSE_S = 0.2
 _PATIENCE_S = 60.0
 _LEAST_BYTES = 32 << 10
-"""A body that brings less in so long a time is as good as broken off: a server could go on like that for ever."""
+"""A body that brings less than this in `_PATIENCE_S` is treated as broken off: a reader could wait for ever."""
 
 _MOST_RESTARTS = 5
-"""A value may be replaced so often while it is read."""
+"""Times that a value is read from its beginning, as it was replaced meanwhile."""
 
 
 class EndsBefore(StorageError):
@@ -200,7 +200,7 @@ class _Stream:
 
 
 class _Pace:
-    """Whether the bytes of a body come at a rate that can be borne."""
+    """Whether the bytes of a body come fast enough."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -66,13 +66,13 @@ MAX_PREFIX_BYTES = 512
 """Longest prefix: what is left of an object's name has room for every key of a repository."""
 
 _MOST_AT_ONCE_BYTES = 64 << 20
-"""More than this is not allocated on the word of a caller or a server alone."""
+"""For a longer range the size of the object is asked for before memory is taken."""
 
 _MOST_SWAPS = 5
 """A value may be replaced so often by the same bytes before a swap gives up."""
 
 _MOST_LISTED = 50_000_000
-"""Objects in one listing: more is an endless one."""
+"""Objects in one listing at most: a server that names more does not end."""
 
 _NOTED_VALUES = 256
 _NOTED_BYTES = 16 << 10

@@ -29,10 +29,10 @@ from cas_ckpt.storage.part_workers import Parts, PartWorkers
 from cas_ckpt.storage.store import is_key
 
 MIN_UPLOAD_AGE_S = 3600.0
-"""An unfinished upload that is younger may be of a writer that lives on another machine: a pack takes minutes."""
+"""A younger upload may belong to a writer that is running on another machine: a pack takes minutes."""
 
 _live_uploads: set[str] = set()
-"""Uploads of this process that go on: they are no leftovers, however old."""
+"""Ids of the uploads that this process has under way: they are not swept, however old."""
 
 os.register_at_fork(after_in_child=_live_uploads.clear)  # they are the parent's
 

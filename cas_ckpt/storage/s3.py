@@ -510,7 +510,7 @@ def _bounded(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 _models = create_loader()
-"""What S3 is, for botocore: parsed once for all clients, which takes 0.2 s."""
+"""botocore's description of S3, parsed once for all clients, which takes 0.2 s."""
 
 
 def _new_session(settings: S3Settings) -> Any:

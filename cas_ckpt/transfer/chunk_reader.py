@@ -289,7 +289,7 @@ class ChunkReader:
 
 
 def cover(places: Sequence[Location], num_bytes: int) -> list[Location]:
-    """The places that `ChunkReader.intact` reads of a chunk of `num_bytes` if all are intact; none: they do not do."""
+    """The places that `ChunkReader.intact` reads of a chunk of `num_bytes` if all are intact; empty: they lack some."""
     found: list[Location] = []
     reached = 0
     for place in _in_turn(places):

@@ -197,7 +197,7 @@ def copy_extents(
 class _OpenPacks:
     """The packs that are being written; spans come from many threads, and are appended in their order.
 
-    Spans are handed out in order, so the one whose turn it is is always in somebody's hands.
+    Spans are handed out in order, so some thread always has the span whose turn it is, and none waits for ever.
     """
 
     def __init__(self, target: Store, number: int, on_pack: Callable[[], object]) -> None:

@@ -39,10 +39,10 @@ from cas_ckpt.transfer.read_plan import ReadLimits, Span
 _LOGGER = logging.getLogger("cas_ckpt")
 
 STAGED = "staged"
-"""What the temporary file is called among the packs; no pack is called so."""
+"""The name of the temporary file where the name of a pack is wanted; no pack has it."""
 
 SPARE_BYTES = 1 << 30
-"""So much of a disk, or a tenth of it, is left free."""
+"""So much of a disk, or a tenth of it if that is less, is left free."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
@@ -74,9 +74,10 @@ def requests_at_once(store: Store, unit_bytes: int = 0) -> int:
 
 
 def new_memory(num_bytes: int) -> Array:
-    """So many bytes; the system gets them back at once when they are forgotten.
+    """So many bytes, undefined; long ones are mapped, so that the system gets them back as soon as they are dropped.
 
-    What threads that end had of the allocator stays with the process for a while: measured, three times the buffers.
+    What a thread had from the allocator stays with the process for a while after the thread: measured, three times the
+    buffers.
     """
     if num_bytes < _MAPPED_BYTES:
         return np.empty(num_bytes, np.uint8)

@@ -73,6 +73,7 @@ def test_a_url_says_who_pays_and_how_values_are_kept() -> None:
         ("gs://bucket/a?anonymous=true", True),
         ("gs://bucket/a?endpoint=https://storage-x.p.googleapis.com", False),
         ("gs://bucket/a?endpoint=http://localhost:4443", True),
+        ("gs://bucket/a?endpoint=HTTP://localhost:4443", True),
     ],
 )
 def test_credentials_go_where_there_is_tls_and_nowhere_else(url: str, anonymous: bool) -> None:
@@ -83,6 +84,7 @@ def test_credentials_go_where_there_is_tls_and_nowhere_else(url: str, anonymous:
     ("url", "said"),
     [
         ("gs://bucket/a?endpoint=http://host&anonymous=false", "without TLS"),
+        ("gs://bucket/a?endpoint=HTTP://host&anonymous=false", "without TLS"),
         ("gs://bucket/a?anonymous=yes", "true or false"),
         ("gs://bucket/a?endpoint=ftp://host", "https://host"),
         ("gs://bucket/a?endpoint=https://u:p@host", "no credentials"),
