@@ -46,6 +46,7 @@ from cas_ckpt.errors import (
     OutOfSpaceError,
     PermissionDeniedError,
     StorageError,
+    TooLargeError,
     TransientStorageError,
 )
 from cas_ckpt.storage.bucket import (
@@ -84,6 +85,7 @@ _MOST_PART_BYTES = 256 << 20
 _MAX_PARTS = 10_000
 _PAGE = 1000
 _DELETE_BATCH = 1000
+_MOST_UPLOADS_LISTED = 1_000_000
 
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 60
@@ -429,6 +431,7 @@ class S3Bucket:
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """See `Bucket.uploads`."""
         marker: dict[str, str] = {}
+        count = 0
         while True:
             with self._asking("listing uploads of", prefix) as client:
                 try:
@@ -445,6 +448,9 @@ class S3Bucket:
             yield from found
             if not reply.get("IsTruncated"):
                 return
+            count += max(len(found), 1)
+            if count > _MOST_UPLOADS_LISTED:
+                raise TooLargeError(f"listing uploads of {prefix}: more than {_MOST_UPLOADS_LISTED}, without an end")
             after = _given(KeyMarker=reply.get("NextKeyMarker"), UploadIdMarker=reply.get("NextUploadIdMarker"))
             if not after or after == marker:
                 raise StorageError(f"listing uploads of {prefix}: a page says that more follow, but not where")
@@ -465,6 +471,8 @@ class S3Bucket:
                 after = int(reply.get("NextPartNumberMarker") or 0)
                 if not reply.get("IsTruncated") or after <= marker:
                     return size
+                if after > self.max_parts:
+                    raise TooLargeError(f"looking at an upload of {name}: it has more than {self.max_parts} parts")
                 marker = after
 
 

@@ -253,6 +253,31 @@ def test_leftovers_without_end_are_not_listed_for_ever(monkeypatch: pytest.Monke
     assert server.num_requests == 5
 
 
+def test_uploads_and_parts_without_end_are_not_listed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_MOST_UPLOADS_LISTED", 2000)
+    monkeypatch.setattr(s3.S3Bucket, "max_parts", 20)
+    number = itertools.count(1)
+
+    def serve(first: str, connection: socket.socket) -> None:
+        at = next(number)
+        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ")
+        one = f"<Upload><Key>ckpts/a</Key><UploadId>u</UploadId><Initiated>{begun}</Initiated></Upload>"
+        uploads = f"<NextKeyMarker>k{at}</NextKeyMarker>{one * 500}<IsTruncated>true</IsTruncated>"
+        parts = f"<IsTruncated>true</IsTruncated><NextPartNumberMarker>{at}</NextPartNumberMarker>"
+        name, said = ("ListMultipartUploads", uploads) if "uploads" in first else ("ListParts", parts)
+        body = f"<?xml version='1.0'?><{name}Result>{said}</{name}Result>".encode()
+        connection.sendall(head(Content_Length=len(body)) + body)
+
+    with Hostile(serve) as server:
+        store = open_store(f"s3://bucket/ckpts?endpoint={server.endpoint}")
+        assert isinstance(store, ObjectStore)
+        assert isinstance(refused(lambda: store.sweep_temporaries(1e12)), TooLargeError)
+        assert server.num_requests == 5
+        assert isinstance(refused(lambda: store.bucket.upload_bytes("ckpts/a", "u")), TooLargeError)
+        assert server.num_requests < 40
+        store.close()
+
+
 def test_a_nonce_of_strange_letters_is_just_another(opened: Opened) -> None:
     def serve(first: str, connection: socket.socket) -> None:
         if first.startswith(("PUT", "POST")):
