@@ -10,15 +10,15 @@ is found out by reading it, not here.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cas_ckpt import clock
-from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
-from cas_ckpt.storage.store import Store
+from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError, TooLargeError
+from cas_ckpt.objects.digest import DIGEST_BYTES, MOST_NAMED, Digest, seal, unseal
+from cas_ckpt.storage.store import Store, few_keys
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
@@ -31,6 +31,9 @@ RELEASED_PREFIX = "released/"
 
 MANY_RECORDS = 16
 """More than so many are merged into one when garbage is collected."""
+
+MOST_IDS = 1_000_000
+"""Commits in all records of one kind together, which are held in memory (some 100 MB)."""
 
 MAX_LOOKS = 10
 """Times that commits are taken out of records, while others go on writing records with them."""
@@ -45,15 +48,13 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
     return frozenset(digest for _, ids in _records(store) for digest in ids)
 
 
-def write_released(store: Store, ids: Collection[Digest]) -> str:
-    """Record commits that are not to be taken for orphans; the key of the record.
+def write_released(store: Store, ids: Collection[Digest]) -> list[str]:
+    """Record commits that are not to be taken for orphans; the keys of the records.
 
     These are commits that logs of refs are about to name no longer, and some that are stored before a ref names them.
     It gives up nothing by itself: what a ref leads to is kept all the same.
     """
-    key = RELEASED_PREFIX + secrets.token_hex(16)
-    store.put(key, seal("released", VERSION, {"commits": sorted(set(ids))}, key=key))
-    return key
+    return _write(store, "released", RELEASED_PREFIX, ids, {})
 
 
 def read_released(store: Store) -> frozenset[Digest]:
@@ -62,6 +63,7 @@ def read_released(store: Store) -> frozenset[Digest]:
     for key in _keys(store, RELEASED_PREFIX):
         with suppress(NotFoundError, CorruptionError):
             found.update(_decode("released", key, store.get(key)))
+        _require_few(store, found)
     return frozenset(found)
 
 
@@ -95,11 +97,28 @@ def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
     while True:
         keys = _keys(store)
         try:
-            found = [(key, decode_forgotten(key, store.get(key))) for key in keys]
+            found = [(key, decode_forgotten(key, record)) for key, record in _read(store, keys)]
         except NotFoundError:
             continue
         if _keys(store) == keys:
             return found
+
+
+def _read(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    total = 0
+    for key in keys:
+        record = store.get(key)
+        total += len(record) // DIGEST_BYTES
+        _require_few(store, range(total))
+        yield key, record
+
+
+def _require_few(store: Store, ids: Sized) -> None:
+    """Raise TooLargeError for more commits than are held in memory: nobody forgot so many."""
+    if len(ids) > MOST_IDS:
+        raise TooLargeError(
+            f"{store.url} names more than {MOST_IDS} forgotten or released commits: no history has them"
+        )
 
 
 def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Digest]:
@@ -116,6 +135,7 @@ def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Di
                 if cache is not None:
                     cache.put(key, record)
             found.update(decode_forgotten(key, record))
+            _require_few(store, found)
         except (NotFoundError, CorruptionError):  # merged meanwhile; or damaged, perhaps in the cache alone
             if cache is not None:
                 cache.drop(key)
@@ -124,15 +144,22 @@ def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Di
 
 
 def _keys(store: Store, prefix: str = PREFIX) -> list[str]:
-    return [key for key, _ in store.list(prefix)]
+    return few_keys(store, prefix)
 
 
-def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
-    """Add these commits to the forgotten ones; the key of the new record."""
-    key = PREFIX + secrets.token_hex(16)
-    payload = {"time_us": int(clock.now_s() * 1e6), "author": author, "commits": sorted(set(ids))}
-    store.put(key, seal("forgotten", VERSION, payload, key=key))
-    return key
+def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> list[str]:
+    """Add these commits to the forgotten ones; the keys of the new records."""
+    return _write(store, "forgotten", PREFIX, ids, {"time_us": int(clock.now_s() * 1e6), "author": author})
+
+
+def _write(store: Store, kind: str, prefix: str, ids: Iterable[Digest], about: dict[str, Any]) -> list[str]:
+    """Records of these commits, each as long as readers take; one where there are none."""
+    ordered, keys = sorted(set(ids)), []
+    for start in range(0, max(len(ordered), 1), MOST_NAMED):
+        key = prefix + secrets.token_hex(16)
+        store.put(key, seal(kind, VERSION, {**about, "commits": ordered[start : start + MOST_NAMED]}, key=key))
+        keys.append(key)
+    return keys
 
 
 def remove_forgotten(store: Store, ids: Collection[Digest], *, author: str) -> frozenset[Digest]:
@@ -172,7 +199,8 @@ def merge_forgotten(store: Store, *, known: Callable[[], Iterable[bytes]], autho
     kept = set(known())
     merged = write_forgotten(store, (digest for _, ids in records for digest in ids if digest in kept), author=author)
     if not {key for key, _ in records} <= set(_keys(store)):  # somebody remembers one of them, or merges as well
-        store.delete(merged)
+        for key in merged:
+            store.delete(key)
         return 0
     for key, _ in records:
         store.delete(key)

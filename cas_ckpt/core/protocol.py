@@ -28,7 +28,7 @@ from cas_ckpt.core.refs import NONCE_BYTES, Generation, decode_generation, swap_
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, few_keys
 
 GC_STATE_KEY = "gc/state"
 
@@ -220,7 +220,7 @@ class Session:
 
 def live_sessions(store: Store) -> list[SessionRecord]:
     """Sessions that were heard of lately, by our clock; damaged records are none, for nothing depends on them."""
-    found = [_read(store, key) for key, _ in list(store.list(PREFIX))]
+    found = [_read(store, key) for key in few_keys(store, PREFIX)]
     return [session for session in found if session is not None and _is_heard_within(session, DEAD_S)]
 
 
@@ -236,7 +236,7 @@ def elsewhere_since_s(store: Store) -> float | None:
 def sweep_sessions(store: Store) -> int:
     """Delete records that cannot be read, and those whose time is far from ours; how many."""
     swept = 0
-    for key, _ in list(store.list(PREFIX)):
+    for key in few_keys(store, PREFIX):
         session = _read(store, key)
         if session is None or not _is_heard_within(session, 4 * DEAD_S):
             store.delete(key)

@@ -18,16 +18,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import write_released
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+    TooLargeError,
+    shown_value,
+)
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, pack_canonical, seal, unseal
 from cas_ckpt.objects.pack import NAME_BYTES
-from cas_ckpt.storage.store import ListsVersions, Store, exists
+from cas_ckpt.storage.store import ListsVersions, Store, exists, few_keys
 from cas_ckpt.transfer.workers import map_all
+
+_T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from cas_ckpt.core.host_cache import RepositoryCache
@@ -53,6 +63,11 @@ _RESERVED = "HEAD"
 
 
 NONCE_BYTES = 16
+
+MOST_REFS = 100_000
+MOST_REFS_BYTES = 64 * 1024 * 1024
+"""Refs of a repository, and their records together: whoever lists them has all in memory, and they may be a
+stranger's."""
 
 MOST_PACKS = 10_000
 """Hints of refs that are remembered at a time."""
@@ -329,10 +344,17 @@ class RefStore:
             yield from self._each(kind, strict=True)
 
     def _each(self, kind: RefKind, *, strict: bool = False) -> Iterator[Ref]:
-        named = _names(kind, (key for key, _ in self._store.list(kind.value)), strict=strict)
+        total = _Total(self._store.url)
+        named = _names(kind, (total.counted(key) for key, _ in self._store.list(kind.value)), strict=strict)
+
+        def get(each: tuple[RefKind, str, str]) -> Ref:
+            ref = self.get(kind, each[1])
+            total.counted(ref.record, num_bytes=len(ref.record))
+            return ref
+
         if self._num_requests == 1:
-            return (self.get(kind, name) for _, name, _ in named)
-        return iter(map_all(lambda each: self.get(kind, each[1]), named, num_threads=self._num_requests))
+            return map(get, named)
+        return iter(map_all(get, named, num_threads=self._num_requests))
 
     # --- looks that ask once -----------------------------------------------------------------
 
@@ -361,7 +383,9 @@ class RefStore:
         look = self._one_look()
         if look:
             return look
-        found = {each.key: each.version for each in cast(ListsVersions, self._store).list_versions(_REFS)}
+        total = _Total(self._store.url)
+        listed = cast(ListsVersions, self._store).list_versions(_REFS)
+        found = {each.key: total.counted(each.version) for each in listed}
         known = self._remembered()
         self._tell(any(known[key][0] == version for key, version in found.items() if key in known))
         if look is not None:
@@ -377,7 +401,13 @@ class RefStore:
         known = self._remembered()
         wanted = [key for key in keys if key in versions]
         changed = [key for key in wanted if key not in known or known[key][0] != versions[key]]
-        read = map_all(self._store.get, changed, num_threads=self._num_requests)
+        total = _Total(self._store.url)
+
+        def read_one(key: str) -> bytes:
+            record = self._store.get(key)
+            return total.counted(record, num_bytes=len(record))
+
+        read = map_all(read_one, changed, num_threads=self._num_requests)
         if changed:
             now = {key: each for key, each in known.items() if key in versions}
             now.update((key, (versions[key], record)) for key, record in zip(changed, read, strict=True))
@@ -423,7 +453,7 @@ class RefStore:
 
     def announced(self) -> set[str]:
         """Keys of all refs that ever named something, also of those whose record is lost."""
-        return {_REFS + key.removeprefix(NAMES_PREFIX) for key, _ in self._store.list(NAMES_PREFIX)}
+        return {_REFS + key.removeprefix(NAMES_PREFIX) for key in few_keys(self._store, NAMES_PREFIX)}
 
     def was_announced(self, key: str) -> bool:
         """Whether the ref under `key` ever named something."""
@@ -495,6 +525,29 @@ class RefStore:
         return replace(wanted, record=record)
 
 
+class _Total:
+    """How much of a listing of refs came so far, whatever the store says of its length. Threads may share it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._number = self._num_bytes = 0
+
+    def counted(self, found: _T, *, num_bytes: int = 0) -> _T:
+        """`found`, which is one more, as long as these may be the refs of one repository.
+
+        Raises:
+            TooLargeError: nobody has so many: they are endless, or made to fill memory.
+        """
+        self._number += not num_bytes
+        self._num_bytes += num_bytes
+        if self._number > MOST_REFS or self._num_bytes > MOST_REFS_BYTES:
+            raise TooLargeError(
+                f"{self._url} has more than {MOST_REFS} refs, or more than {MOST_REFS_BYTES >> 20} MiB of them: delete "
+                "some there"
+            )
+        return found
+
+
 def _names(kind: RefKind, keys: Iterable[str], *, strict: bool = False) -> Iterator[tuple[RefKind, str, str]]:
     """(kind, name, key) of those of `keys` that are refs of this kind, in their order.
 
@@ -561,7 +614,9 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
     payload = unseal("ref", record, version=VERSION, key=key)
     try:
         target, generation = payload["target"], decode_generation(payload)
-        log = tuple(starmap(Move, payload["log"]))
+        log = tuple(starmap(_decode_move, payload["log"]))
+        if len(log) > MAX_LOG:
+            raise ValueError(f"a log of {len(log)} moves")
         note = str(payload.get("note", ""))
         signature = _decode_signature(payload["signature"]) if "signature" in payload else None
         if payload.get("signed_only", True) is not True:
@@ -575,6 +630,15 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
         raise CorruptionError(f"{key}: a ref that names no pack")
     known = None if target is None else Digest(target)
     return Ref(kind, name, known, generation, log, record, note, signature, "signed_only" in payload, pack)
+
+
+def _decode_move(time_us: Any, old: Any, new: Any, action: Any, author: Any) -> Move:
+    if type(time_us) is not int or not isinstance(action, str) or not isinstance(author, str):
+        raise TypeError("a move that is not a time, two ids and two texts")
+    for one in (old, new):
+        if one is not None and (not isinstance(one, bytes) or len(one) != DIGEST_BYTES):
+            raise ValueError("a move from or to what is no id")
+    return Move(time_us, old, new, action, author)
 
 
 def _decode_signature(given: Any) -> TagSignature:

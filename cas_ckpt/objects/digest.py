@@ -24,7 +24,7 @@ import msgpack
 from blake3 import blake3
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedVersionError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
 
 Digest = NewType("Digest", bytes)
 
@@ -110,6 +110,11 @@ KEY_TYPES = frozenset({str, int, bytes})
 """Exact types that may be keys of a map."""
 
 _NESTING = frozenset({list, dict})
+
+_FEW_BYTES = 64 * 1024
+_BYTES_PER_CONTAINER = 3
+"""Of more than a few bytes: no writer's lists and maps are shorter on average, and an empty one takes 70 in memory."""
+
 _KEPT_BUFFER_BYTES = 1 << 20
 _MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
 """What msgpack raises for bytes that are not msgpack (its own errors are ValueErrors)."""
@@ -207,6 +212,26 @@ def _sorted_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return dict(pairs)
 
 
+def _unpacked(data: Buffer) -> Any:
+    """The object in `data`; of many bytes in small lists and maps, which take much memory, none is made."""
+    left = len(data) // _BYTES_PER_CONTAINER
+
+    def counted(made: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("too many lists and maps for its length")
+        return made
+
+    # timestamp=3 makes datetimes of timestamps, which the packer then refuses.
+    if len(data) <= _FEW_BYTES:
+        return msgpack.unpackb(data, strict_map_key=False, object_pairs_hook=_sorted_map, timestamp=3)
+    return msgpack.unpackb(
+        data, strict_map_key=False, list_hook=counted, object_pairs_hook=lambda pairs: _sorted_map(counted(pairs)),
+        timestamp=3,
+    )  # fmt: skip
+
+
 def unpack_canonical(data: Buffer) -> Any:
     """The object whose canonical bytes are `data`; arrays become lists, extensions `msgpack.ExtType`.
 
@@ -214,8 +239,7 @@ def unpack_canonical(data: Buffer) -> Any:
         CorruptionError: `data` is anything but the one canonical form of one object.
     """
     try:
-        # timestamp=3 makes datetimes of timestamps, which the packer then refuses.
-        obj = msgpack.unpackb(data, strict_map_key=False, object_pairs_hook=_sorted_map, timestamp=3)
+        obj = _unpacked(data)
         level = [obj] if type(obj) in _NESTING else []
         for _ in range(MAX_DEPTH):
             level = [
@@ -263,14 +287,40 @@ OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {"ref": frozenset({"note", "pack", "signature", "signed_only"})}
 )
 
+MOST_RECORD_BYTES = 1024 * 1024
+"""Longest record, of most kinds: whoever lists what is in a repository has many in memory."""
+
+_MOST_BYTES: Mapping[str, int] = MappingProxyType(
+    {"ref": 256 * 1024} | dict.fromkeys(("config", "name", "session"), 64 * 1024)
+    | dict.fromkeys(("gc-state", "forgotten", "released", "bundle"), 8 * 1024 * 1024)
+)  # fmt: skip
+"""The others: what names many commits or packs is longer, and takes up to twenty times its bytes in memory."""
+
+MOST_NAMED = 100_000
+"""Commits or packs that a writer names in one record: they fit into the longest."""
+
 _REPAIRS = {"gc-state": "state", "ref": "refs"}
 """Kind of record -> what `repair` calls it; all others are "records"."""
 
 
 def seal(kind: str, version: int, payload: dict[str, Any], *, key: str) -> bytes:
-    """The bytes of the record that is stored under `key`: magic, digest, canonical [kind, version, key, payload]."""
+    """The bytes of the record that is stored under `key`: magic, digest, canonical [kind, version, key, payload].
+
+    Raises:
+        TooLargeError: longer than any reader takes.
+    """
     body = pack_canonical([kind, version, key, payload])
+    if _HEAD_BYTES + len(body) > most_bytes(kind):
+        raise TooLargeError(
+            f"{key}: a {kind} record of {_HEAD_BYTES + len(body)} bytes; it may have {most_bytes(kind)}: shorten what "
+            "it is to say"
+        )
     return MAGIC + object_id(f"record {kind}", body) + body
+
+
+def most_bytes(kind: str) -> int:
+    """How long a record of `kind` may be."""
+    return _MOST_BYTES.get(kind, MOST_RECORD_BYTES)
 
 
 def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
@@ -281,6 +331,11 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
             other fields than its version has (what a writer meant is never passed over).
         UnsupportedVersionError: written in a newer version than `version`.
     """
+    if len(data) > most_bytes(kind):
+        raise CorruptionError(
+            f"{key}: {len(data)} bytes, and a {kind} record has {most_bytes(kind)} at most: restore it from a backup "
+            "or another copy"
+        )
     body = data[_HEAD_BYTES:]
     if data[: len(MAGIC)] != MAGIC or data[len(MAGIC) : _HEAD_BYTES] != object_id(f"record {kind}", body):
         raise CorruptionError(

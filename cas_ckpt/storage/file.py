@@ -50,6 +50,7 @@ from cas_ckpt.storage.disk import (
     sync_folder,
 )
 from cas_ckpt.storage.store import (
+    MOST_VALUE_BYTES,
     RESERVED_PART,
     Abilities,
     Leftovers,
@@ -61,6 +62,7 @@ from cas_ckpt.storage.store import (
     check_range,
     missing,
     reading,
+    too_long,
     too_short,
     translated,
     writable_view,
@@ -284,6 +286,9 @@ class FileStore:
         check_key(key)
         with reading(key):
             descriptor = open_for_reading(os.path.join(self._root, key), key)
+            size = os.fstat(descriptor.fd).st_size
+            if size > MOST_VALUE_BYTES:
+                raise too_long(key, size)
             with open(descriptor.fd, "rb", buffering=0, closefd=False) as file:
                 return file.read()
 

@@ -14,6 +14,7 @@ from typing import Self
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.store import (
+    MOST_VALUE_BYTES,
     Abilities,
     already_there,
     byte_view,
@@ -22,6 +23,7 @@ from cas_ckpt.storage.store import (
     check_prefix,
     check_range,
     missing,
+    too_long,
     too_short,
     writable_view,
 )
@@ -40,6 +42,12 @@ class MemoryStore:
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
+        value = self._value(key)
+        if len(value) > MOST_VALUE_BYTES:
+            raise too_long(key, len(value))
+        return value
+
+    def _value(self, key: str) -> bytes:
         check_key(key)
         try:
             return self._values[key]
@@ -49,7 +57,7 @@ class MemoryStore:
     def get_range(self, key: str, offset: int, length: int) -> memoryview:
         """See `Store.get_range`; always a view."""
         check_range(key, offset, length)
-        value = self.get(key)
+        value = self._value(key)
         if offset + length > len(value):
             raise too_short(key, offset, length, len(value))
         return memoryview(value)[offset : offset + length]
@@ -57,7 +65,7 @@ class MemoryStore:
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
         """See `Store.get_tail`."""
         check_range(key, 0, length)
-        value = self.get(key)
+        value = self._value(key)
         return len(value), value[max(0, len(value) - length) :]
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
@@ -103,7 +111,7 @@ class MemoryStore:
 
     def head(self, key: str) -> int:
         """See `Store.head`."""
-        return len(self.get(key))
+        return len(self._value(key))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See `Store.list`; a snapshot."""

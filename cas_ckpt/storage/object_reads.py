@@ -16,9 +16,10 @@ from functools import partial
 from typing import TypeVar
 
 from cas_ckpt import clock
-from cas_ckpt.errors import StorageError, TooLargeError, TransientStorageError
+from cas_ckpt.errors import StorageError, TransientStorageError
 from cas_ckpt.storage.bucket import Answer, Bucket, ConditionFailed, RangeNotThere
 from cas_ckpt.storage.part_workers import Parts, PartWorkers
+from cas_ckpt.storage.store import MOST_VALUE_BYTES, too_long
 
 T = TypeVar("T")
 
@@ -27,9 +28,6 @@ _READ_BYTES = 1 << 20
 
 _PIECE_BYTES = 8 << 20
 """Memory that is taken at once for a value whose size is only what the server claims."""
-
-_MOST_WHOLE_BYTES = 128 << 20
-"""Longest object that is read whole: a record. What is longer is read in ranges."""
 
 _MOST_BREAKS = 5
 """Times that a body may break off in a row without `_PROGRESS_BYTES` coming in between."""
@@ -63,7 +61,7 @@ class ObjectReads:
         """The bytes of an object, and their version.
 
         Raises:
-            NotFoundError. TooLargeError: longer than any record; what the server claims may be a lie as well.
+            NotFoundError. CorruptionError: longer than any record; what the server claims may be a lie as well.
         """
         return self._steady(name, lambda: self._whole(name))
 
@@ -98,11 +96,8 @@ class ObjectReads:
 
     def _whole(self, name: str) -> tuple[bytes, str]:
         with closing(_Stream(self._bucket, name, self._bucket.read(name))) as stream:
-            if stream.length > _MOST_WHOLE_BYTES:
-                raise TooLargeError(
-                    f"{name}: the server claims {stream.length} bytes; values of more than {_MOST_WHOLE_BYTES} are "
-                    "read in ranges"
-                )
+            if stream.length > MOST_VALUE_BYTES:
+                raise too_long(name, stream.length)
             return stream.rest(), stream.version
 
     def _tail(self, name: str, length: int) -> tuple[int, bytes]:

@@ -71,6 +71,9 @@ _MOST_AT_ONCE_BYTES = 64 << 20
 _MOST_SWAPS = 5
 """A value may be replaced so often by the same bytes before a swap gives up."""
 
+_MOST_VERSION_CHARS = 1024
+"""Of a version tag, which is kept for each object of a listing."""
+
 _MOST_LISTED = 50_000_000
 """Objects in one listing at most: a server that names more does not end."""
 
@@ -353,6 +356,8 @@ class ObjectStore:
             for item in page.items:
                 if item.name <= last:
                     raise StorageError(f"listing {whole}: {item.name!r:.200} comes after {last!r:.200}: out of order")
+                if len(item.version) > _MOST_VERSION_CHARS:
+                    raise StorageError(f"listing {whole}: {item.name!r:.200} has the version {item.version!r:.80}...")
                 last = item.name
                 key = item.name.removeprefix(self.prefix)
                 if item.name.startswith(whole) and is_key(key):

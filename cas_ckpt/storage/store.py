@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -29,6 +30,7 @@ from cas_ckpt.errors import (
     OutOfSpaceError,
     PermissionDeniedError,
     StorageError,
+    TooLargeError,
 )
 
 MAX_KEY_BYTES = 1024
@@ -36,6 +38,12 @@ MAX_KEY_BYTES = 1024
 
 MAX_PART_BYTES = 255
 """Longest part of a key: the limit of a file name."""
+
+MOST_VALUE_BYTES = 8 * 1024 * 1024
+"""Longest value that `get` answers: it is for records, and what is longer is read in ranges."""
+
+MOST_KEYS = 100_000
+"""Keys of records of one kind, that `few_keys` answers."""
 
 RESERVED_PART = "tmp"
 """First part that no key may have: file stores keep what is not yet a value there."""
@@ -125,6 +133,8 @@ class Store(Protocol):
 
         Raises:
             NotFoundError: no such key.
+            CorruptionError: longer than `MOST_VALUE_BYTES`, which MUST be found out before so much memory is taken:
+                what is stored, and what a server claims, may be by somebody who means harm.
         """
         ...
 
@@ -309,6 +319,18 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
+def few_keys(store: Store, prefix: str) -> list[str]:
+    """The keys that start with `prefix`, under which there are records: few, as long as nobody means harm.
+
+    Raises:
+        TooLargeError: more than `MOST_KEYS`.
+    """
+    keys = [key for key, _ in islice(store.list(prefix), MOST_KEYS + 1)]
+    if len(keys) > MOST_KEYS:
+        raise TooLargeError(f"{store.url} has more than {MOST_KEYS} records under {prefix}: nobody writes so many")
+    return keys
+
+
 def check_key(key: str) -> str:
     """`key`, if every store can hold it.
 
@@ -464,6 +486,14 @@ def changed_meanwhile(key: str, *, gone: bool) -> ConflictError:
     """The error for a swap whose expectation does not hold."""
     found = "it is gone" if gone else "somebody else changed it"
     return ConflictError(f"{key}: is not what the swap expected, {found}; read it again and retry")
+
+
+def too_long(key: str, size: int) -> CorruptionError:
+    """The error of `get` for a value of `size` bytes."""
+    return CorruptionError(
+        f"{key}: {size} bytes, and no record is longer than {MOST_VALUE_BYTES}: nobody reads it whole; restore it from "
+        "a copy, or delete it"
+    )
 
 
 def too_short(key: str, offset: int, length: int, size: int) -> CorruptionError:

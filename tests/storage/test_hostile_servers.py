@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from botocore.retries import standard
 
-from cas_ckpt.errors import CkptError, StorageError, TooLargeError, TransientStorageError
+from cas_ckpt.errors import CkptError, CorruptionError, StorageError, TooLargeError, TransientStorageError
 from cas_ckpt.storage import bucket_client, gcs, gcs_requests, object_reads, s3
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
@@ -144,8 +144,8 @@ def test_a_value_longer_than_any_record_is_refused_before_it_comes(opened: Opene
     with Hostile(for_ever(head(Content_Length=1 << 50), bytes(1 << 16))) as server:
         store = opened(server)
         assert peak_bytes(lambda: refused(lambda: store.get("refs/main"))) < 32 << 20
-        assert isinstance(refused(lambda: store.get("refs/main")), TooLargeError)
-        assert isinstance(refused(lambda: store.compare_and_swap("refs/main", b"a", b"b")), TooLargeError)
+        assert isinstance(refused(lambda: store.get("refs/main")), CorruptionError)
+        assert isinstance(refused(lambda: store.compare_and_swap("refs/main", b"a", b"b")), CorruptionError)
 
 
 def test_a_range_of_more_bytes_than_asked_for_is_refused(opened: Opened) -> None:

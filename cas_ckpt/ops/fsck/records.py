@@ -22,7 +22,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import DIGEST_BYTES, MAGIC, Digest, object_id, unpack_canonical, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
-from cas_ckpt.storage.store import Store, exists
+from cas_ckpt.storage.store import Store, exists, few_keys
 
 ASIDE_PREFIX = "damaged/"
 """Where repair moves what is damaged, under its former key."""
@@ -254,8 +254,10 @@ def is_sealed(key: str, record: bytes) -> bool:
 
 
 def _read_all(store: Store, prefix: str) -> Iterator[tuple[str, bytes]]:
-    for key in [key for key, _ in store.list(prefix)]:
+    for key in few_keys(store, prefix):
         try:
             yield key, store.get(key)
         except NotFoundError:
             continue
+        except CorruptionError:  # longer than any record
+            yield key, b""

@@ -51,7 +51,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import contents, liveness
 from cas_ckpt.index.database import batches
 from cas_ckpt.index.liveness import Living
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import MOST_NAMED, Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen
 from cas_ckpt.ops.gc.repack import Repacker
@@ -312,13 +312,16 @@ class Collection:
             self.progress.finish()
 
     def condemnable(self, plan: GcPlan, present: Some[str], sets: LiveSets) -> tuple[str, ...]:
-        """The packs of the plan that nothing in `sets` needs, now that the copies are there."""
+        """The packs of the plan that nothing in `sets` needs, now that the copies are there.
+
+        No more than a record names: the next collection takes the others.
+        """
         wanted = {pack.name for pack in plan.dead}.union(self.copied).intersection(present)
         if not wanted:
             return ()
         if self.copied:
             self.list_packs()
-        return tuple(sorted(wanted - self.needed(wanted, sets)))
+        return tuple(sorted(wanted - self.needed(wanted, sets))[:MOST_NAMED])
 
     # --- g4 to g8 -------------------------------------------------------------------------
 

@@ -37,12 +37,14 @@ from cas_ckpt.objects.pack import CHECK_BYTES, PACK_PREFIX
 from cas_ckpt.storage.disk import sync_file, sync_folder
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import (
+    MOST_VALUE_BYTES,
     Abilities,
     byte_view,
     check_key,
     check_prefix,
     check_range,
     missing,
+    too_long,
     too_short,
     writable_view,
     writing,
@@ -284,7 +286,10 @@ class BundleStore:
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
-        return self._bytes(*self._place(key))
+        start, size = self._place(key)
+        if size > MOST_VALUE_BYTES:
+            raise too_long(key, size)
+        return self._bytes(start, size)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """See `Store.get_range`."""

@@ -194,7 +194,7 @@ class _Sending:
     counted: set[bytes] = field(default_factory=set)
     hollow: frozenset[Digest] = frozenset()
     again: frozenset[Digest] = frozenset()
-    released: str = ""
+    released: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.report = SyncReport(self.target.store.url, dry_run=self.options.dry_run)
@@ -241,7 +241,8 @@ class _Sending:
         if len(rest) < len(self.updates):
             if rest:
                 write_released(self.target.store, rest)
-            self.target.store.delete(self.released)
+            for key in self.released:
+                self.target.store.delete(key)
 
     def _begin(self) -> Generation:
         if not self.options.dry_run:

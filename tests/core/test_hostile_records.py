@@ -1,0 +1,259 @@
+"""Records of a repository that somebody made who means harm: too long, too many, or small and costly to decode."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from cas_ckpt import Repository
+from cas_ckpt.core import forgotten, protocol, refs
+from cas_ckpt.core.config import CONFIG_KEY
+from cas_ckpt.core.forgotten import merge_forgotten, read_forgotten, write_forgotten, write_released
+from cas_ckpt.core.protocol import GC_STATE_KEY
+from cas_ckpt.core.refs import RefKind, ref_key
+from cas_ckpt.core.settings import SETTINGS_KEY
+from cas_ckpt.errors import CkptError, CorruptionError, TooLargeError
+from cas_ckpt.objects import digest as digests
+from cas_ckpt.objects.digest import MAGIC, Digest, object_id, pack_canonical, seal, unpack_canonical, unseal
+from cas_ckpt.storage import store as stores
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import MOST_VALUE_BYTES
+from tests.builders import commit, new_repository, numbers
+
+FORGOTTEN_KEY = f"{forgotten.PREFIX}{'a' * 32}"
+SESSION_KEY = f"{protocol.PREFIX}{'a' * 32}"
+MAIN_KEY = ref_key(RefKind.BRANCH, "main")
+READS_FORGOTTEN = ("log", "fetch", "clone", "push", "gc")
+
+READ_BY = {
+    CONFIG_KEY: ("open", "log", "fetch", "clone", "push", "gc"),
+    MAIN_KEY: ("log", "fetch", "clone", "push", "gc"),
+    GC_STATE_KEY: ("push", "gc"),
+    FORGOTTEN_KEY: READS_FORGOTTEN,
+}
+"""Record -> the verbs that need it of the repository."""
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """A repository that somebody has made."""
+    with Repository.init(tmp_path / "there", group=None) as repo:
+        commit(repo._handle, {"w": numbers(10)})
+    return tmp_path / "there"
+
+
+def verbs(there: Path) -> dict[str, Callable[[], object]]:
+    """What people do with it."""
+    here = there.parent / "here"
+    if not here.exists():
+        with Repository.init(here, group=None) as repo:
+            commit(repo._handle, {"w": numbers(10, seed=1)})
+            repo.add_remote("origin", there)
+
+    def opened(path: Path, verb: Callable[[Repository], object]) -> Callable[[], object]:
+        def run() -> object:
+            with Repository.open(path, group=None) as repo:
+                return verb(repo)
+
+        return run
+
+    return {
+        "open": opened(there, lambda repo: None),
+        "log": opened(there, lambda repo: repo.log()),
+        "gc": opened(there, lambda repo: repo.gc()),
+        "fetch": opened(here, lambda repo: repo.fetch()),
+        "push": opened(here, lambda repo: repo.push("origin", ["main:other"])),
+        "clone": lambda: Repository.clone(there, there.parent / "clone").close(),
+    }
+
+
+def peak_of(call: Callable[[], object]) -> tuple[int, CkptError | None]:
+    """Bytes that a call took at its peak, and the error that it raised."""
+    tracemalloc.start()
+    try:
+        call()
+    except CkptError as error:
+        return tracemalloc.get_traced_memory()[1], error
+    else:
+        return tracemalloc.get_traced_memory()[1], None
+    finally:
+        tracemalloc.stop()
+
+
+def bomb(kind: str, key: str, size: int, *, item: bytes = b"\x80") -> bytes:
+    """A record with an intact seal, of items that each take as much memory as can be had for a byte."""
+    number = size // len(item)
+    body = msgpack.packb([kind, 1, key])[1:] + b"\x81" + msgpack.packb("x") + b"\xdd" + number.to_bytes(4, "big")
+    body = b"\x94" + body + item * number
+    return MAGIC + object_id(f"record {kind}", body) + body
+
+
+@pytest.mark.parametrize(("key", "verb"), [(key, verb) for key, verbs in READ_BY.items() for verb in verbs])
+def test_a_record_longer_than_any_is_refused_before_memory_is_taken(there: Path, key: str, verb: str) -> None:
+    run = verbs(there)[verb]
+    path = there / key
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    peak, error = peak_of(run)
+    assert isinstance(error, CorruptionError) and key in str(error)
+    assert peak < 32 << 20
+
+
+@pytest.mark.parametrize("item", [b"\x80", b"\x91\xc0", b"\xa2ab", b"\xcb" + bytes(8), b"\xd4\x01x"], ids=bytes.hex)
+def test_a_record_takes_little_memory_whatever_is_in_it(item: bytes) -> None:
+    for size in (digests.most_bytes("ref") - 200, digests.most_bytes("ref") + 1):
+        record = bomb("ref", "key", size, item=item)
+        peak, error = peak_of(lambda record=record: unseal("ref", record, version=1, key="key"))  # type: ignore[misc]
+        assert isinstance(error, CorruptionError)
+        assert peak < 32 * digests.most_bytes("ref")
+
+
+def test_bytes_that_unfold_into_millions_of_maps_are_refused_before_there_are_so_many() -> None:
+    number = 100_000
+    data = b"\xdd" + number.to_bytes(4, "big") + b"\x80" * number
+    with pytest.raises(CorruptionError, match="too many"):
+        unpack_canonical(data)
+    pairs = [[number, number + 1] for number in range(50_000)]
+    assert unpack_canonical(pack_canonical(pairs)) == pairs
+
+
+def test_a_writer_makes_no_record_that_readers_refuse() -> None:
+    with pytest.raises(TooLargeError, match="refs/heads/x: a ref record of"):
+        seal("ref", 1, {"target": bytes(1 << 20)}, key="refs/heads/x")
+
+
+def test_a_store_answers_no_longer_value_than_any_record_has() -> None:
+    assert max(digests.most_bytes(kind) for kind in digests.FIELDS) <= MOST_VALUE_BYTES
+    store = MemoryStore()
+    store.put("packs/a", bytes(MOST_VALUE_BYTES + 1))
+    with pytest.raises(CorruptionError, match="packs/a"):
+        store.get("packs/a")
+    assert store.get_tail("packs/a", 5) == (MOST_VALUE_BYTES + 1, bytes(5))
+
+
+class Endless(MemoryStore):
+    """A store whose listing below a prefix does not end."""
+
+    def __init__(self, inner: MemoryStore, prefix: str, suffix: str) -> None:
+        super().__init__()
+        self._values = inner._values
+        self._prefix, self._suffix = prefix, suffix
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        if not self._prefix.startswith(prefix) and not prefix.startswith(self._prefix):
+            yield from super().list(prefix)
+            return
+        for number in range(10**9):
+            yield f"{self._prefix}{number:032x}{self._suffix}", 100
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "read"),
+    [
+        (forgotten.PREFIX, "", read_forgotten),
+        (forgotten.RELEASED_PREFIX, "", forgotten.read_released),
+        (protocol.PREFIX, "", protocol.live_sessions),
+        ("names/heads/", ".ref", lambda store: refs.RefStore(store).announced()),
+        ("refs/heads/", ".ref", lambda store: list(refs.RefStore(store).list())),
+    ],
+    ids=["forgotten", "released", "sessions", "names", "refs"],
+)
+def test_a_listing_of_records_that_does_not_end_is_given_up(
+    prefix: str, suffix: str, read: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "MOST_KEYS", 1000)
+    monkeypatch.setattr(refs, "MOST_REFS", 1000)
+    store = Endless(MemoryStore(), prefix, suffix)
+    placeholder = refs.RefStore(MemoryStore())
+    monkeypatch.setattr(refs.RefStore, "get", lambda self, kind, name: made)
+    made = placeholder.create_placeholder(RefKind.BRANCH, "x")
+    with pytest.raises(TooLargeError, match="more than 1000"):
+        read(store)
+
+
+def test_refs_that_are_large_together_are_refused(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refs, "MOST_REFS_BYTES", 1000)
+    with Repository.open(there, group=None) as repo:
+        for number in range(10):
+            repo.tag(f"t{number}", "main")
+        with pytest.raises(TooLargeError, match="more than"):
+            list(repo._handle.refs.list())
+
+
+def test_commits_that_were_forgotten_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten, "MOST_IDS", 50)
+    store = MemoryStore()
+    write_forgotten(store, ids(40), author="me")
+    assert len(read_forgotten(store)) == 40
+    write_forgotten(store, ids(40), author="me")
+    write_released(store, ids(60))
+    for read in (read_forgotten, forgotten.read_released):
+        with pytest.raises(TooLargeError, match="more than 50"):
+            read(store)
+
+
+def ids(number: int) -> list[Digest]:
+    return [Digest(number.to_bytes(32, "big")) for number in range(number)]
+
+
+def test_many_forgotten_commits_are_written_in_records_that_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten, "MOST_NAMED", 10)
+    store = MemoryStore()
+    assert len(write_forgotten(store, ids(95), author="me")) == 10
+    assert len(write_released(store, ids(25))) == 3
+    assert read_forgotten(store) == frozenset(ids(95))
+    for _ in range(2):
+        write_forgotten(store, ids(50), author="me")
+    assert merge_forgotten(store, known=lambda: ids(95), author="me") == 20
+    assert read_forgotten(store) == frozenset(ids(95))
+    assert len(list(store.list(forgotten.PREFIX))) == 10
+
+
+@pytest.mark.parametrize(
+    "move",
+    [[0, None, None, "x"], ["0", None, None, "x", "y"], [0, b"1", None, "x", "y"], [0, None, None, 5, "y"]],
+    ids=str,
+)
+def test_a_log_of_odd_moves_is_refused(there: Path, move: list[object]) -> None:
+    with Repository.open(there, group=None) as repo:
+        payload = unseal("ref", repo._handle.store.get(MAIN_KEY), version=1, key=MAIN_KEY)
+        repo._handle.store.put(MAIN_KEY, seal("ref", 1, payload | {"log": [move]}, key=MAIN_KEY))
+        with pytest.raises(CorruptionError, match=MAIN_KEY):
+            repo.log()
+        long = [[0, None, None, "x", "y"]] * (refs.MAX_LOG + 1)
+        repo._handle.store.put(MAIN_KEY, seal("ref", 1, payload | {"log": long}, key=MAIN_KEY))
+        with pytest.raises(CorruptionError, match="a log of"):
+            repo.log()
+
+
+def test_settings_that_are_too_long_are_refused_by_those_who_need_them(there: Path) -> None:
+    verbs(there)
+    (there.parent / "here" / SETTINGS_KEY).write_bytes(bytes(MOST_VALUE_BYTES + 1))
+    with Repository.open(there.parent / "here", group=None) as repo, pytest.raises(CorruptionError, match="settings"):
+        repo.fetch()
+
+
+def test_a_collection_condemns_no_more_packs_than_a_record_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cas_ckpt.ops.gc import gc
+
+    monkeypatch.setattr(gc, "MOST_NAMED", 3)
+    handle = new_repository(tmp_path / "repo")
+    for step in range(8):
+        commit(handle, {"w": numbers(1000, seed=step)}, branch="side" if step else "main")
+    handle.close()
+    with Repository.open(tmp_path / "repo", group=None) as repo:
+        gone = [info.id for info in repo.log("side")]
+        repo.delete_branch("side")
+        repo.forget(revisions=gone)
+        deleted = [repo.gc(min_age_s=0).deleted_packs for _ in range(7)]
+        assert max(deleted) == 3 and sum(deleted) > 6 and deleted[-1] == 0
+        assert repo.fsck().ok
