@@ -28,6 +28,7 @@ from cas_ckpt.core.packs import (
     data_first,
     is_meta,
     pack_batches,
+    read_in_parts,
     read_listed_pack,
     read_nodes,
     record_batches,
@@ -327,10 +328,24 @@ class RepositoryHandle:
                     if isinstance(one, CkptError):
                         self._note_unread(key, one, stored)
                         continue
-                    for record in (*copied_records(one.directories, sizes), one.record):
+                    own = self._read_alone(key, stored) if one.record is None else one.record
+                    for record in (*copied_records(one.directories, sizes), *([] if own is None else [own])):
                         self.damaged.pop(record.name, None)
                         copied.add(record.name)
                         yield record
+
+    def _read_alone(self, key: str, stored: dict[str, int]) -> PackRecord | None:
+        """The rows of a long pack; None if it is gone, or damaged."""
+        try:
+            try:
+                return read_in_parts(self.cached_store, key)
+            except CorruptionError:
+                if self.cached_store is self.store:
+                    raise
+                return read_in_parts(self.store, key)  # perhaps it is damaged in the cache alone
+        except CkptError as error:
+            self._note_unread(key, error, stored)
+            return None
 
     def _note_unread(self, key: str, error: CkptError, stored: dict[str, int]) -> None:
         """A pack that was listed cannot be read.

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol, TypeAlias, cast
 
 from cas_ckpt.core.host_cache import CachedReads
-from cas_ckpt.core.records import NodeRows
+from cas_ckpt.core.records import PART_BYTES, PART_ENTRIES, NodeRows
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
@@ -38,9 +38,13 @@ WHOLE_BYTES = 1024 * 1024
 LOADED_BYTES = 1024 * 1024
 """How much of the end of a meta pack is read by a reader who knows nothing but its name."""
 
+LARGE_DIRECTORY_BYTES = 256 * 1024
+"""Packs with a longer directory are read one at a time, so that those that are read at once take little memory."""
+
 _META_SUFFIX = f".{pack.PackKind.META.suffix}"
-_META_WEIGHT = 64
-"""What nodes say takes twelve times their bytes in memory, and a second for 5 MiB: a batch has 16 MiB of such packs."""
+_META_WEIGHT = 256
+"""What nodes say takes twelve times their bytes in memory, and twice that if somebody means harm: a batch has 4 MiB of
+such packs."""
 
 
 def read_directory(store: Store, key: str) -> tuple[pack.Trailer, list[ExtentInfo]]:
@@ -49,15 +53,26 @@ def read_directory(store: Store, key: str) -> tuple[pack.Trailer, list[ExtentInf
     Raises:
         CorruptionError: truncated, damaged, or stored under a name that is not its own.
     """
+    trailer, tail = _read_tail(store, key)
+    return trailer, _directory(store, key, trailer, tail)
+
+
+def _read_tail(store: Store, key: str) -> tuple[pack.Trailer, bytes]:
+    """The trailer, and the bytes that the pack ends with."""
     size, tail = store.get_tail(key, pack.TAIL_GUESS_BYTES)
     trailer = pack.decode_trailer(tail[-pack.TRAILER_BYTES :], size_bytes=size, key=key)
     if trailer.name.hex() not in key:
         raise CorruptionError(f"{key}: this pack says that it is {trailer.name.hex()}: restore it from a copy")
-    wanted = size - trailer.directory_offset
+    return trailer, tail
+
+
+def _directory(store: Store, key: str, trailer: pack.Trailer, tail: bytes) -> list[ExtentInfo]:
+    """The entries, read from `tail` if it has them all."""
+    wanted = trailer.size_bytes - trailer.directory_offset
     if wanted > len(tail):
         tail = bytes(store.get_range(key, trailer.directory_offset, wanted))
     directory = tail[len(tail) - wanted : len(tail) - pack.TRAILER_BYTES]
-    return trailer, pack.decode_directory(directory, trailer, key=key)
+    return pack.decode_directory(directory, trailer, key=key)
 
 
 def read_pack(store: Store, key: str) -> PackRecord:
@@ -66,12 +81,51 @@ def read_pack(store: Store, key: str) -> PackRecord:
     Raises:
         CorruptionError: damaged; restore the pack from a copy.
     """
-    trailer, infos = read_directory(store, key)
+    return _record(store, key, *read_directory(store, key))
+
+
+def _record(store: Store, key: str, trailer: pack.Trailer, infos: Sequence[ExtentInfo]) -> PackRecord:
     rows = _node_rows(_nodes(store, key, infos))
     num_newer = trailer.num_entries - len(infos)
     return PackRecord(
         key, trailer.kind, trailer.size_bytes, infos, rows.edges, rows.commits, num_newer, contents=rows.contents
     )
+
+
+def read_in_parts(store: Store, key: str) -> PackRecord:
+    """The rows of the stored pack `key`, as one record for each of its parts: for a pack of any length.
+
+    All of it is verified now; it is read once more when its rows are asked for, while an index is being written.
+
+    Raises:
+        CorruptionError: damaged; restore the pack from a copy.
+    """
+    trailer, infos = read_directory(store, key)
+    for _ in _parts(store, key, trailer, infos):
+        pass
+    num_newer = trailer.num_entries - len(infos)
+    return PackRecord(
+        key, trailer.kind, trailer.size_bytes, num_newer=num_newer, parts=partial(_read_parts, store, key),
+        num_in_parts=len(infos),
+    )  # fmt: skip
+
+
+def _read_parts(store: Store, key: str) -> Iterator[PackRecord]:
+    yield from _parts(store, key, *read_directory(store, key))
+
+
+def _parts(store: Store, key: str, trailer: pack.Trailer, infos: Sequence[ExtentInfo]) -> Iterator[PackRecord]:
+    part: list[ExtentInfo] = []
+    num_bytes = 0
+    for info in sorted(infos, key=lambda info: info.offset):
+        length = 0 if info.kind == ObjectKind.CHUNK else info.stored_bytes
+        if part and (len(part) >= PART_ENTRIES or num_bytes + length > PART_BYTES):
+            yield _record(store, key, trailer, part)
+            part, num_bytes = [], 0
+        part.append(info)
+        num_bytes += length
+    if part:
+        yield _record(store, key, trailer, part)
 
 
 def _node_rows(nodes: Iterable[tuple[ExtentInfo, bytes]]) -> NodeRows:
@@ -89,10 +143,11 @@ class ListedPack:
     """What a pack says that was listed.
 
     Attributes:
+        record: None: it is so long that it is to be read alone, by `read_in_parts`.
         directories: (trailer, directory) of data packs, copied into this meta pack.
     """
 
-    record: PackRecord
+    record: PackRecord | None
     directories: Sequence[tuple[bytes, bytes]] = ()
 
 
@@ -104,8 +159,13 @@ def read_listed_pack(store: Store, key: str, size: int) -> ListedPack:
     Raises:
         CorruptionError, NotFoundError.
     """
+    if is_meta(key) and size > PART_BYTES:
+        return ListedPack(None)
     if store.abilities.local or size > WHOLE_BYTES or not is_meta(key):
-        return ListedPack(read_pack(store, key))
+        trailer, tail = _read_tail(store, key)
+        if trailer.size_bytes - trailer.directory_offset > LARGE_DIRECTORY_BYTES:
+            return ListedPack(None)
+        return ListedPack(_record(store, key, trailer, _directory(store, key, trailer, tail)))
     data, is_cached = read_whole(store, key, size)
     try:
         record = read_pack(_alone(key, data), key)
@@ -298,11 +358,11 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
         yield batch
 
 
-_MOST_ROWS = 100_000
-"""Rows that are brought into an index in one transaction: some 100 MB of memory, and a second or two."""
+_MOST_ROWS = 50_000
+"""Rows that are brought into an index in one transaction: some 50 MB of memory, and a second."""
 
 _BYTES_PER_ROW = 160
-"""Of packs with nodes: so 16 MiB of these, too, come in one transaction, however little they refer to."""
+"""Of packs with nodes: so 8 MiB of these, too, come in one transaction, however little they refer to."""
 
 
 def is_meta(key: str) -> bool:
@@ -322,7 +382,7 @@ def record_batches(records: Iterable[PackRecord]) -> Iterator[list[PackRecord]]:
     for record in records:
         num_edges = sum(len(children) for _, children in record.edges)
         from_nodes = record.size_bytes // _BYTES_PER_ROW if record.kind is pack.PackKind.META else 0
-        num_rows += max(len(record.entries) + num_edges, from_nodes)
+        num_rows += max(len(record.entries) + num_edges, from_nodes, record.num_in_parts)
         batch.append(record)
         if num_rows >= _MOST_ROWS:
             yield batch

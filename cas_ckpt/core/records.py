@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.errors import NotFoundError
@@ -237,6 +237,10 @@ def log_rows(
     return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)
 
 
+PART_BYTES = 4 * 1024 * 1024
+PART_ENTRIES = 20_000
+"""Nodes, and entries, of a pack whose rows are brought into an index together: they take up to 100 MB of memory."""
+
 WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE})
 """Nodes whose edges are rows; those of commits follow from their own rows."""
 
@@ -302,8 +306,18 @@ def _unique(digests: Iterable[Digest]) -> tuple[Digest, ...]:
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
     """The rows of a pack that was just written; `nodes` are those that are in it."""
-    own = {entry.digest for entry in written.entries}
+    own = {entry.digest: entry for entry in written.entries}
     present = [node for node in nodes if node.digest in own]
+    if sum(len(node.data) for node in present) > PART_BYTES or len(present) > PART_ENTRIES:
+
+        def parts() -> Iterator[PackRecord]:
+            for part in _cut(present):
+                entries = tuple(own[node.digest] for node in part)
+                yield pack_record(replace(written, entries=entries), part)
+
+        return PackRecord(
+            written.key, written.kind, written.size_bytes, parts=parts, num_in_parts=len(written.entries)
+        )  # fmt: skip
     return PackRecord(
         name=written.key,
         kind=written.kind,
@@ -313,6 +327,17 @@ def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
         commits=[commit_row(node.digest, node.data) for node in present if node.kind == ObjectKind.COMMIT],
         contents=[(node.digest, content) for node in present if (content := _content(node)) is not None],
     )
+
+
+def _cut(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
+    start = num_bytes = 0
+    for at, node in enumerate(nodes):
+        if at > start and (at - start >= PART_ENTRIES or num_bytes + len(node.data) > PART_BYTES):
+            yield nodes[start:at]
+            start, num_bytes = at, 0
+        num_bytes += len(node.data)
+    if start < len(nodes):
+        yield nodes[start:]
 
 
 def _content(node: Node) -> NodeContent | None:

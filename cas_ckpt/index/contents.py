@@ -190,18 +190,29 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
         return 0
     packs = dict(zip(count(_highest(connection, _LAST_PACK) + 1), map(wanted.__getitem__, sorted(wanted))))
     now_us = int(clock.now_s() * 1e6)
-    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries), now_us) for number, r in packs.items()]
+    rows = [
+        (number, r.name, int(r.kind), r.size_bytes, len(r.entries) + r.num_in_parts, now_us)
+        for number, r in packs.items()
+    ]  # fmt: skip
     insert_missing(connection, PACKS, rows)
+    _add_rows(connection, packs)
+    for number, record in packs.items():
+        for part in record.parts() if record.parts is not None else ():
+            _add_rows(connection, {number: part})
+    newer = [record.name for record in packs.values() if record.num_newer]
+    if newer:
+        note_newer(connection, come=newer)
+    return len(packs)
+
+
+def _add_rows(connection: Connection, packs: Mapping[int, PackRecord]) -> None:
+    """Add the rows of what these packs hold, of which each has its number already."""
     numbers = _number_objects(connection, packs.values())
     locations = [location_row(numbers[e.digest], number, e) for number, record in packs.items() for e in record.entries]
     locations.sort(key=_BY_PRIMARY_KEY)
     insert_missing(connection, LOCATIONS, locations)
     _insert_edges_and_commits(connection, packs.values(), numbers)
     manifests.add_contents(connection, list(packs.values()), numbers)
-    newer = [record.name for record in packs.values() if record.num_newer]
-    if newer:
-        note_newer(connection, come=newer)
-    return len(packs)
 
 
 def location_row(number: int, pack_id: int, e: ExtentInfo) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ Knows nothing of SQL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,6 +63,8 @@ class PackRecord:
             edges of commits are needed (any that are given are left out).
         num_newer: Entries of kinds that this version does not know; they are not among `entries`.
         contents: What trees, pages, tensor nodes and layouts among the entries say: the rows of manifests.
+        parts: Of a pack whose rows are not to be in memory together, which has none itself: reads them part by part.
+        num_in_parts: How many entries these have together.
     """
 
     name: str
@@ -73,6 +75,8 @@ class PackRecord:
     commits: Sequence[CommitRow] = ()
     num_newer: int = 0
     contents: Sequence[tuple[bytes, NodeContent]] = ()
+    parts: Callable[[], Iterable[PackRecord]] | None = None
+    num_in_parts: int = 0
 
 
 class ListedEntry(NamedTuple):

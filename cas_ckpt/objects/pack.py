@@ -46,8 +46,11 @@ TAIL_GUESS_BYTES = 64 * 1024
 MAX_NODE_BYTES = 128 * 1024 * 1024
 """No writer writes a longer node, so a reader takes no more memory for one, whatever a pack claims."""
 
-MAX_DIRECTORY_BYTES = 256 * 1024 * 1024
-"""The same of the directory of a pack: 2 million entries."""
+MAX_DIRECTORY_BYTES = 64 * 1024 * 1024
+"""The same of the directory of a pack: some 466,000 entries, which take 160 MB."""
+
+FULL_ENTRIES = 250_000
+"""A pack is closed once it holds so many, however short they are."""
 
 COALESCE_GAP_BYTES = 64 * 1024
 COALESCE_SPAN_BYTES = 8 * 1024 * 1024

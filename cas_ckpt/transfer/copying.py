@@ -22,7 +22,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digests, short
 from cas_ckpt.objects.nodes import MAX_CELL_BYTES
-from cas_ckpt.objects.pack import Location, PackKind, coalesced, decode_entry_header
+from cas_ckpt.objects.pack import FULL_ENTRIES, Location, PackKind, coalesced, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, cover
@@ -87,7 +87,8 @@ def _cut(extents: Sequence[Wanted], pack_bytes: int) -> Iterator[CopyUnit]:
     for extent in extents:
         part.append(extent)
         num_bytes += _stored_bytes(extent)
-        if num_bytes >= pack_bytes and (left - num_bytes) * OWN_PACK_SHARE >= pack_bytes:
+        full = num_bytes >= pack_bytes and (left - num_bytes) * OWN_PACK_SHARE >= pack_bytes
+        if full or len(part) >= FULL_ENTRIES:
             yield CopyUnit(tuple(part), num_bytes)
             left -= num_bytes
             part, num_bytes = [], 0

@@ -120,6 +120,11 @@ class PackWriter:
             raise
         self.size_bytes = len(header)
 
+    @property
+    def num_entries(self) -> int:
+        """Entries so far."""
+        return len(self._entries)
+
     def add_chunk(self, chunk: EncodedChunk) -> None:
         """Append an extent of a chunk."""
         first, count = chunk.leaves or (0, len(chunk.digests))
@@ -272,7 +277,7 @@ class ChunkSink:
                         break
                     writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
                     writer.add_chunk(chunk)
-                    if writer.size_bytes >= self._pack_bytes:
+                    if writer.size_bytes >= self._pack_bytes or writer.num_entries >= pack.FULL_ENTRIES:
                         self._end(writer)
                         writer = None
             except BaseException:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
-from cas_ckpt.core.packs import data_first, pack_batches, read_pack, record_batches, small_pack
+from cas_ckpt.core.packs import data_first, is_meta, pack_batches, read_in_parts, read_pack, record_batches, small_pack
+from cas_ckpt.core.records import PART_BYTES
 from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
@@ -148,6 +149,9 @@ def _readable(store: Store, packs: Sequence[tuple[str, int]], damaged: list[tupl
 def _read_one(store: Store, listed: tuple[str, int]) -> PackRecord | NotFoundError | CorruptionError:
     """The rows of a pack, or why there are none; one that is not found was collected since the listing."""
     try:
-        return read_pack(small_pack(store, *listed), listed[0])
+        key, size = listed
+        if is_meta(key) and size > PART_BYTES:
+            return read_in_parts(store, key)
+        return read_pack(small_pack(store, key, size), key)
     except (NotFoundError, CorruptionError) as error:
         return error

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
+from typing import TypeAlias
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph
@@ -37,7 +38,13 @@ COMMITS_TOGETHER = 256
 """Commits whose trees are gone through side by side, so that their nodes of a level are read together."""
 
 NODES_TOGETHER = 2048
-"""Nodes in memory at a time while a level is read: some 16 MB."""
+BYTES_TOGETHER = 8 * 1024 * 1024
+"""Nodes in memory at a time while a level is read, or one that is longer than that."""
+
+MAX_NODES = 50_000
+"""A batch comes out once it has so many nodes, however short they are."""
+
+_Places: TypeAlias = Mapping[bytes, Sequence[Location]]
 
 MAX_CHUNKS = 100_000
 """A batch comes out once it names so many chunks (some 50 MB of places)."""
@@ -107,13 +114,15 @@ class Batch:
 
     @property
     def holds_commits(self) -> bool:
-        """Whether it is the last one."""
+        """Whether there are commits in it, and only such in those after it."""
         return bool(self.nodes) and self.nodes[-1].kind == ObjectKind.COMMIT
 
     @property
     def is_full(self) -> bool:
         """Whether it is time to copy it."""
-        return self.node_bytes >= NODE_BATCH_BYTES or len(self.chunks) >= MAX_CHUNKS
+        return (
+            self.node_bytes >= NODE_BATCH_BYTES or len(self.nodes) >= MAX_NODES or len(self.chunks) >= MAX_CHUNKS
+        )  # fmt: skip
 
     def of(self, shard: PackShard) -> Batch:
         """Its chunks that are in one part of the source's packs, and no node."""
@@ -147,20 +156,31 @@ class Walk:
         self._keys = keys
         self._wanted: set[Digest] = set()
         self._batch, self._commits = Batch(), Batch()
+        self._later: list[Digest] = []  # further commits, when those in memory are enough
+        self._expected = {*plan.commits, *plan.kept}
 
     def batches(self) -> Iterator[Batch]:
         """What is missing. Each batch has to be copied, and be known at the target, before the next one is asked for.
 
-        Commits come in the last one: one that is stored, with another that follows it, counts as published.
+        Commits come last, in the last one if they are few: one that is stored, with another that follows it, counts as
+        published.
 
         Raises:
             NotFoundError, CorruptionError: something is not there, or damaged, at the source.
         """
         for commits in batches(self._plan.commits, COMMITS_TOGETHER):
             yield from self._through(commits)
+        if self._later and (self._batch.nodes or self._batch.chunks):
+            yield self._batch
+            self._batch = Batch()
         self._batch.nodes += self._commits.nodes
         if self._batch.nodes or self._batch.chunks:
             yield self._batch
+        for part in batches(self._later, COMMITS_TOGETHER):
+            for few in self._few_commits(part):
+                batch = Batch()
+                self._keep(ObjectKind.COMMIT, self._read(ObjectKind.COMMIT, few), batch)
+                yield batch
 
     def _through(self, commits: Sequence[Digest]) -> Iterator[Batch]:
         level = self._take_commits(commits)
@@ -172,8 +192,8 @@ class Walk:
             fresh = [digest for digest in level if digest not in complete and digest not in self._passed]
             self._passed.update(shared)
             below: set[Digest] = set()
-            for part in batches(fresh, NODES_TOGETHER):
-                below |= self._take(part)
+            for part, places in self._located(fresh):
+                below |= self._take(part, places)
                 if self._batch.is_full:
                     yield self._batch
                     self._batch = Batch()
@@ -182,7 +202,18 @@ class Walk:
 
     def _take_commits(self, commits: Sequence[Digest]) -> set[Digest]:
         """Take these commits; the roots and layouts of those whose states travel."""
-        expected = {*self._plan.commits, *self._plan.kept}
+        level: set[Digest] = set()
+        for few in self._few_commits(commits):
+            level |= self._take_few(few)
+        return level
+
+    def _few_commits(self, commits: Sequence[Digest]) -> Iterator[Sequence[Digest]]:
+        """`commits`, as many at a time as may be in memory, as far as indexes know how long they are."""
+        there, here = (side.index.read(contents.locate, commits) for side in (self._target, self._source))
+        return _in_bytes(commits, {**there, **here})
+
+    def _take_few(self, commits: Sequence[Digest]) -> set[Digest]:
+        expected = self._expected
         found = self._read(ObjectKind.COMMIT, commits)
         level: set[Digest] = set()
         for digest in commits:
@@ -199,16 +230,25 @@ class Walk:
                     keys = KeyPatterns(self._keys if digest in self._plan.promised else ())
                     parts = ask(self._source, stored_parts, Digest(commit.root), keys=keys)
                     self._wanted.update(part.node for part in parts if part.node is not None)
-        self._keep(ObjectKind.COMMIT, found, self._commits)
+        if self._later or self._commits.is_full:
+            self._later += compress(commits, map(not_, self._target.known(commits)))
+        else:
+            self._keep(ObjectKind.COMMIT, found, self._commits)
         return level
 
     def _is_there(self, commit: Digest) -> bool:
         return self._target.known([commit])[0]
 
-    def _take(self, digests: Sequence[Digest]) -> set[Digest]:
+    def _located(self, digests: Sequence[Digest]) -> Iterator[tuple[Sequence[Digest], _Places]]:
+        """These objects and where they are, as many at a time as may be in memory."""
+        for part in batches(digests, NODES_TOGETHER):
+            places = self._places(part)
+            for few in _in_bytes(part, places):
+                yield few, places
+
+    def _take(self, digests: Sequence[Digest], places: _Places) -> set[Digest]:
         """Take these objects if they are missing; what they name."""
         below: set[Digest] = set()
-        places = self._places(digests)
         chunks = [digest for digest in digests if places[digest][0].kind == ObjectKind.CHUNK]
         for digest in compress(chunks, map(not_, self._target.known(chunks))):
             self._batch.chunks[digest] = whole_places(places[digest])
@@ -242,7 +282,7 @@ class Walk:
             batch.nodes.append(Node(kind, digest, found[digest], _named_by(kind, found[digest])))
             batch.node_bytes += len(found[digest])
 
-    def _places(self, digests: Sequence[Digest]) -> Mapping[bytes, Sequence[Location]]:
+    def _places(self, digests: Sequence[Digest]) -> _Places:
         """Where these objects are: at the source or, if it lacks them, at the target."""
         located = self._source.index.read(contents.locate, digests)
         absent = [digest for digest in digests if not located.get(digest)]
@@ -290,13 +330,28 @@ class Walk:
         found: set[Digest] = set()
         for kind, own in by_kind.items():
             for part in batches(own, NODES_TOGETHER):
-                try:
-                    nodes = self._near.read_nodes(kind, part)
-                except (NotFoundError, CorruptionError):
-                    continue
-                for data in nodes.values():
-                    found.update(node_children(kind, data))
+                for few in _in_bytes(part, located):
+                    try:
+                        nodes = self._near.read_nodes(kind, few)
+                    except (NotFoundError, CorruptionError):
+                        continue
+                    for data in nodes.values():
+                        found.update(node_children(kind, data))
         return found
+
+
+def _in_bytes(digests: Sequence[Digest], places: _Places) -> Iterator[Sequence[Digest]]:
+    """`digests` cut where the nodes among them are longer than may be in memory together."""
+    start = total = 0
+    for at, digest in enumerate(digests):
+        known = places.get(digest)
+        length = 0 if not known or known[0].kind == ObjectKind.CHUNK else known[0].stored_bytes
+        if at > start and total + length > BYTES_TOGETHER:
+            yield digests[start:at]
+            start, total = at, 0
+        total += length
+    if start < len(digests):
+        yield digests[start:]
 
 
 def _named_by(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:

@@ -219,8 +219,8 @@ class _Sending:
             for batch in Walk(self.source, self.target, plan, near=self.near, keys=self.options.keys).batches():
                 if self.options.shard is not None:
                     batch = batch.of(self.options.shard)
-                if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run and not self.released:
-                    self.released = write_released(self.target.store, tips)
+                if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run:
+                    self._release(batch, tips)
                 self._copy(batch, generation)
         if self.options.shard is not None:
             return replace(self.report, refs=(), num_commits=0, num_forgotten=0)
@@ -229,6 +229,15 @@ class _Sending:
             for update in sorted(self.updates, key=lambda each: each.target is None):
                 self._move(update, graph, generation, brought=plan.with_data - self.hollow - self.again)
         return self._reported()
+
+    def _release(self, batch: Batch, tips: Sequence[Digest]) -> None:
+        """s3: no commit of `batch` is an orphan until a ref names it; tips lead to all of them once they are there."""
+        own = {node.digest for node in batch.nodes}
+        if not own.issuperset(tips):
+            tips = [*tips, *own]
+        elif self.released:
+            return
+        self.released = [*self.released, *write_released(self.target.store, tips)]
 
     def _reported(self) -> SyncReport:
         return replace(self.report, refs=tuple(self.moved[update.key] for update in self.updates))
