@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from cas_ckpt.core.refs import NONCE_BYTES, check_name, swap_record
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
@@ -33,6 +33,8 @@ MAX_ATTEMPTS = 100
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
 _SECRET = re.compile(r"pass(word|wd)?\b|secret|token|credential|signature|access_?key|api_?key|\bsig\b", re.IGNORECASE)
+
+_GOOGLE = "googleapis.com"
 
 _PASSWORD = re.compile(r"(://[^\s:/@]*:)\S*@")
 _PARAMETER = re.compile(r"([?&][^\s=&#]+=)[^\s&#]*")
@@ -72,6 +74,27 @@ class Remote:
             raise InvalidInputError(
                 "a filter leaves a part of the bytes there: only of a promisor, which keeps them (promisor=True)"
             )
+
+    @property
+    def place(self) -> str:
+        """What is opened for it: `url`, with no credentials for a service that the repository alone names.
+
+        Google's tokens are good for whoever has them; what S3 is sent is signed, and good for one request to one host.
+        """
+        parts = urlsplit(self.url) if self.url.startswith("gs://") else None
+        pairs = [] if parts is None else parse_qsl(parts.query, keep_blank_values=True)
+        hosts = [_host_of(value) for name, value in pairs if name == "endpoint"]
+        if parts is None or all(host == _GOOGLE or host.endswith(f".{_GOOGLE}") for host in hosts):
+            return self.url
+        kept = [(name, value) for name, value in pairs if name != "anonymous"]
+        return urlunsplit(parts._replace(query=urlencode([*kept, ("anonymous", "true")], safe="/:")))
+
+
+def _host_of(endpoint: str) -> str:
+    try:
+        return urlsplit(endpoint).hostname or ""
+    except ValueError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.index.postgres import parse_url
+from cas_ckpt.index.postgres import from_settings
 from cas_ckpt.index.roles import roles_sql
 from cas_ckpt.storage.url import open_store
 
@@ -25,7 +25,7 @@ def set_shared_index(place: str | os.PathLike[str], url: str) -> str:
         check_url(url)
         if "://" not in url:
             raise InvalidInputError("an index that all share is in PostgreSQL: give postgresql+psycopg://HOST/DATABASE")
-        parse_url(url)
+        from_settings(url)
     with closing(open_store(place)) as store:
         read_config(store)
         return change_settings(store, lambda settings: replace(settings, index_url=url)).index_url

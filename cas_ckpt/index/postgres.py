@@ -98,12 +98,36 @@ def from_settings(text: str) -> str:
     """The URL that a repository's settings name, so that no password of ours is shown to whatever server that is.
 
     Raises:
-        InvalidInputError: as `parse_url`.
+        InvalidInputError: as `parse_url`; or an option that would give that server, or a file, what is ours.
     """
     url = parse_url(text)
-    if "require_auth" not in url.query:
-        url = url.update_query_dict({"require_auth": "!password,!md5"})
+    refused = sorted(url.query.keys() - _FROM_ANYBODY)
+    if "service" in url.query and (url.host or {"host", "hostaddr"} & url.query.keys()):
+        refused.append("service, with a host")  # the password of the service would go there
+    if refused:
+        raise InvalidInputError(
+            f"index: the repository's settings may not give {refused[0]!r:.60}, as anybody may have written them: give "
+            "it with --index, or in the environment (docs/remotes.md)"
+        )
+    given = url.query.get("require_auth", "")
+    methods = [one.strip() for one in (given if isinstance(given, str) else given[-1]).split(",") if one.strip()]
+    if not set(methods) <= _SAFE_METHODS:
+        methods = []
+    url = url.update_query_dict({"require_auth": ",".join(methods) or "!password,!md5"})
     return url.render_as_string(hide_password=False)
+
+
+_SAFE_METHODS = frozenset({"scram-sha-256", "gss", "sspi", "none"})
+"""Ways to say who we are that show no password to the server."""
+
+_FROM_ANYBODY = frozenset({
+    "application_name", "channel_binding", "client_encoding", "connect_timeout", "dbname", "gssencmode", "host",
+    "hostaddr", "keepalives", "keepalives_count", "keepalives_idle", "keepalives_interval", "krbsrvname",
+    "load_balance_hosts", "options", "port", "require_auth", "service", "ssl_max_protocol_version",
+    "ssl_min_protocol_version", "sslcert", "sslcertmode", "sslcrl", "sslcrldir", "sslkey", "sslmode",
+    "sslnegotiation", "sslrootcert", "sslsni", "target_session_attrs", "tcp_user_timeout", "user",
+})  # fmt: skip
+"""Options of libpq that do no harm, whoever wrote them; not among them: what delegates credentials, or writes files."""
 
 
 def open_engine(url: URL, schema: str) -> Engine:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
+from cas_ckpt import Repository
 from cas_ckpt.core.settings import (
     SETTINGS_KEY,
     Remote,
@@ -17,7 +20,9 @@ from cas_ckpt.core.settings import (
     without_secrets,
 )
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
+from cas_ckpt.index.postgres import from_settings
 from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.ops.sync.remotes import remote_named
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing.effects import FaultPlan, lose_reply
 from cas_ckpt.testing.faults import FaultyStore
@@ -150,3 +155,59 @@ def test_passwords_keys_and_tokens_of_urls_are_taken_out_of_a_text() -> None:
         ("train.py", "train.py"), ("user@host:path", "user@host:path"), ("http://h:80/x", "http://h:80/x"),
     ):  # fmt: skip
         assert without_secrets(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("s3://bucket/x?endpoint=https://elsewhere.example", "s3://bucket/x?endpoint=https://elsewhere.example"),
+        ("gs://bucket/x", "gs://bucket/x"),
+        (
+            "gs://b/x?endpoint=https://storage-me.p.googleapis.com",
+            "gs://b/x?endpoint=https://storage-me.p.googleapis.com",
+        ),
+        ("gs://b/x?endpoint=https://a.example", "gs://b/x?endpoint=https://a.example&anonymous=true"),
+        ("gs://b?anonymous=false&endpoint=https://a.example", "gs://b?endpoint=https://a.example&anonymous=true"),
+        ("gs://b?endpoint=https://agoogleapis.com", "gs://b?endpoint=https://agoogleapis.com&anonymous=true"),
+        ("gs://b?endpoint=https://[::1", "gs://b?endpoint=https://[::1&anonymous=true"),
+    ],
+)
+def test_a_token_goes_to_no_service_that_settings_alone_name(url: str, place: str) -> None:
+    remote = Remote("origin", url)
+    assert unquote(remote.place) == place and remote.url == url
+
+
+def test_a_remote_that_is_named_is_opened_without_a_token_for_a_stranger(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "here", group=None) as repo:
+        repo.add_remote("origin", "gs://bucket/x?endpoint=https://a.example")
+        assert (
+            unquote(remote_named(repo._handle, "origin")[1])
+            == "gs://bucket/x?endpoint=https://a.example&anonymous=true"
+        )
+        assert remote_named(repo._handle, "gs://bucket/x?endpoint=https://a.example")[1].endswith("a.example")
+
+
+PG = "postgresql+psycopg://me@db/x"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "gssdelegation=1", "sslkeylogfile=/home/me/.bashrc", "passfile=/home/me/.pgpass", "service=prod",
+        "oauth_issuer=https://a.example", "hostaddr=1.2.3.4&service=prod", "servicefile=/tmp/x",
+    ],
+)  # fmt: skip
+def test_settings_give_no_database_what_is_ours(options: str) -> None:
+    with pytest.raises(InvalidInputError, match="anybody may have written"):
+        from_settings(f"{PG}?{options}")
+
+
+@pytest.mark.parametrize("given", ["password", "md5", "!scram-sha-256", "scram-sha-256,password", "password,%20md5"])
+def test_settings_do_not_choose_that_a_password_is_shown(given: str) -> None:
+    assert unquote(from_settings(f"{PG}?require_auth={given}")).endswith("require_auth=!password,!md5")
+    assert unquote(from_settings(f"{PG}?require_auth=none&require_auth={given}")).endswith("!password,!md5")
+
+
+def test_settings_may_be_stricter_and_name_a_service() -> None:
+    assert from_settings(f"{PG}?require_auth=scram-sha-256").endswith("require_auth=scram-sha-256")
+    assert "service=team" in from_settings("postgresql+psycopg:///?service=team")
