@@ -61,7 +61,7 @@ def ask_promisors(
 
 def _there(remote: Remote, digests: Collection[Digest], cache: str | os.PathLike[str] | None) -> set[Digest]:
     """Those of these objects that are whole in packs of the remote."""
-    other = RepositoryHandle.open(remote.url, read_only=True, cache=cache)
+    other = RepositoryHandle.open(remote.place, read_only=True, cache=cache)
     try:
         other.sync()
         located = other.index.read(contents.locate, list(digests))
