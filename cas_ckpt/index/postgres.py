@@ -107,7 +107,7 @@ def from_settings(text: str) -> str:
     if refused:
         raise InvalidInputError(
             f"index: the repository's settings may not give {refused[0]!r:.60}, as anybody may have written them: give "
-            "it with --index, or in the environment (docs/remotes.md)"
+            "it in the environment (docs/remotes.md)"
         )
     given = url.query.get("require_auth", "")
     methods = [one.strip() for one in (given if isinstance(given, str) else given[-1]).split(",") if one.strip()]
