@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import json
 import logging
 import ssl
@@ -14,15 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.x509.oid import NameOID
 
 from cas_ckpt.errors import CkptError, PermissionDeniedError, StorageError, TransientStorageError
 from cas_ckpt.storage import gcs_requests
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
+from tests.tls import certificate_file, new_key, pem
 
 TOKEN = "ya29.token-of-the-tests"
 
@@ -96,29 +92,12 @@ def found(asked: BaseHTTPRequestHandler) -> Answer:
 
 @pytest.fixture(scope="module")
 def key() -> rsa.RSAPrivateKey:
-    return rsa.generate_private_key(public_exponent=65537, key_size=2048)
-
-
-def pem(key: rsa.RSAPrivateKey) -> str:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    ).decode()
+    return new_key()
 
 
 @pytest.fixture
 def service(key: rsa.RSAPrivateKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    certificate = tmp_path / "certificate.pem"
-    certificate.write_text(pem(key) + made.public_bytes(serialization.Encoding.PEM).decode())
+    certificate = certificate_file(tmp_path / "certificate.pem", key)
     account = {
         "type": "service_account", "client_email": "trainer@tests.iam", "private_key": pem(key), "private_key_id": "1",
         "project_id": "tests", "client_id": "1",
