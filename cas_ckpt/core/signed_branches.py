@@ -203,6 +203,7 @@ def set_signers(handle: RepositoryHandle, pattern: str, trust: Trust) -> SignedB
     if not 0 < len(lines) <= MAX_SIGNERS:
         raise InvalidInputError(f"{len(lines)} keys were given for {pattern!r}: give 1 to {MAX_SIGNERS} that are valid")
     wanted = BranchSigners(pattern, lines)
+    _ = wanted.trust  # what could not be read again would lock the branches
 
     def changed(held: SignedBranches) -> SignedBranches:
         known = [each.pattern for each in held.branches]

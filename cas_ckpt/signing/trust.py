@@ -30,6 +30,9 @@ MAX_LINES = 10_000
 _KRL = b"SSHKRL\n"
 _TIME = re.compile(r"(\d{8})(?:(\d{4})(\d{2})?)?(Z?)\Z")
 _OPTION = re.compile(r'(?P<name>[A-Za-z-]+)(?:="(?P<value>(?:[^"\\]|\\.)*)")?(?:,|\Z)')
+_PLAIN_NAME = re.compile(r"[^\s#'\"][^\s'\"]*\Z")
+"""Principals that need no quotes; but a name such as ssh-key-1 would be taken for the type of a key."""
+
 _KEY_WORD = re.compile(r"(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[A-Za-z0-9@.-]+\Z")
 
 
@@ -96,12 +99,13 @@ class Signer:
     @property
     def line(self) -> str:
         """As a line of an allowed_signers file; whatever else the key was given for stays out of it."""
-        name = self.principals.replace('"', "'")
+        name = self.principals.replace('"', "'").replace("\t", " ")
+        is_plain = _PLAIN_NAME.match(name) is not None and _KEY_WORD.match(name) is None
         times = {"valid-after": self.valid_after_s, "valid-before": self.valid_before_s}
         options = ["cert-authority"] if self.is_authority else []
         options += [] if self.namespaces is None else [f'namespaces="{self.namespaces}"']
         options += [f'{option}="{_stamp(time_s)}"' for option, time_s in times.items() if time_s is not None]
-        words = [f'"{name}"' if " " in name else name, ",".join(options), key_type(self.key), to_base64(self.key)]
+        words = [name if is_plain else f'"{name}"', ",".join(options), key_type(self.key), to_base64(self.key)]
         return " ".join(word for word in words if word)
 
     def why_not(self) -> str:
@@ -123,7 +127,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whose signatures count; made by `read_trust`, `trust_of` or `as_trust`.
+    """Whose signatures count; made by `Trust.load` or `as_trust`.
 
     Attributes:
         signers: The lines of keys.
@@ -284,7 +288,7 @@ def parse_signers(lines: Sequence[str], *, name: str = "trust", bare: bool = Fal
 
 
 def _parse_line(line: str, *, bare: bool) -> Signer:
-    if not line.isprintable() and not line.replace("\t", " ").isprintable():
+    if not line.replace("\t", " ").isprintable():
         raise MalformedSignature("it holds control characters")
     if _KEY_WORD.match(line.split(None, 1)[0]):
         key, comment = _public_key(line)

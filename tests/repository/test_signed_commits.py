@@ -285,6 +285,12 @@ def test_a_branch_takes_only_what_its_signers_signed(repo: Repository) -> None:
         repo.clear_signers("main")
 
 
+def test_the_name_of_a_key_locks_no_branch(repo: Repository) -> None:
+    for name in ("ssh-key-2023-05-01", "#1", "tab\tbed"):
+        repo.set_signers("main", [" ".join([*ANN.public_line.split()[:2], name])])
+        repo.commit(state(1), sign=ANN)
+
+
 def test_such_a_branch_is_not_read_while_its_head_is_not_signed(repo: Repository, tmp_path: Path) -> None:
     repo.commit(state(1))
     repo.commit(state(2))

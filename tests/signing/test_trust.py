@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_a_signer_is_known_by_the_key_and_named_by_the_file() -> None:
 def test_options_limit_what_a_key_may_sign_and_when(options: str, wanted: Verdict) -> None:
     assert verdict(f"ann {options} {PUBLIC}") is wanted
     assert verdict(parse_signers([f"ann {options} {PUBLIC}"])[0].line) is wanted  # as the record `signers` keeps it
+
+
+@pytest.mark.parametrize(
+    "name", ["ssh-key-2023-05-01", "#1", "#", "a b", 'q"x', "'", "x\ty", "ann,bob", "valid-after=1"]
+)
+def test_whatever_a_key_is_called_it_can_be_written_down_and_read_again(name: str) -> None:
+    """A key of Oracle's cloud is called ssh-key and the day."""
+    (signer,) = as_trust([" ".join([*PUBLIC.split()[:2], name])]).signers
+    (again,) = parse_signers([signer.line])
+    assert again == replace(signer, principals=name.replace('"', "'").replace("\t", " "))
+    assert parse_signers([again.line]) == (again,)
+    assert verdict(signer.line) is Verdict.GOOD
 
 
 def test_of_several_lines_of_one_key_one_that_fits_is_enough() -> None:
