@@ -15,6 +15,8 @@ to is theirs to keep and not looked at again. a and b cost the same in a long hi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import compress
+from operator import not_
 
 from cas_ckpt.core.forgotten import read_forgotten, remove_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
@@ -82,7 +84,10 @@ def _promised(handle: RepositoryHandle, absent: Sequence[Digest]) -> Collection[
 
 
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
-    if not (handle.all_stored(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed))):
+    if handle.all_stored(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed)):
+        return
+    lost = list(compress(needed, map(not_, handle.known(needed))))
+    if set(_promised(handle, lost)) != set(lost):  # of promised chunks parts may be here, or condemned
         raise NotFoundError(
             f"the data of commit {short(commit)}, or of one that it follows, was removed by gc, as nothing kept it: "
             "choose another commit, or commit its state again"

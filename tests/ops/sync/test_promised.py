@@ -12,9 +12,13 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.index import contents
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.ops.fsck.report import Effect, ProblemKind
+from tests.builders import numbers
 from tests.cli.running import call, ok
+from tests.committing import new_store, on, together
+from tests.divided import mesh, over, state_of
 from tests.servers import S3Server
 
 ROWS = 20_000
@@ -259,6 +263,31 @@ def test_a_depth_and_a_filter_together(tmp_path: Path) -> None:
     here.gc(min_age_s=0)
     assert here.fsck().ok
     assert np.array_equal(optimizer(here, "main~3"), optimizer(there, "main~3"))
+
+
+def test_parts_of_a_promised_chunk_that_somebody_left_here_change_nothing(tmp_path: Path) -> None:
+    """As a commit of several ranks leaves them that died: they say no more than that something is not whole."""
+    line, placements = numbers(1_000_000), {"line": over(mesh(3), "S(0)")}
+    left = new_store()
+    together(left, 3, lambda rank: state_of({"line": line}, placements, rank))
+    dead = on(left)
+    dead.sync()
+    with Repository.init(tmp_path / "there") as there:
+        there.commit({"model": torch.ones(3000), "line": torch.from_numpy(line)})
+    here = Repository.clone(tmp_path / "there", tmp_path / "here", filter="model")
+    whole = here.fsck().num_promised
+    pack = min(dead.index.read(contents.packs_in_parts))
+    here._handle.store.put(pack, left.get(pack))
+    here._handle.sync()
+    assert here._handle.index.read(contents.packs_in_parts)
+    assert here.fsck(read_data=True).ok and here.fsck().num_promised == whole
+    here.commit({"mine": torch.ones(4000)}, branch="mine", orphan=True)
+    here.delete_branch("mine")
+    here.gc(min_age_s=0, reflog_expire_s=0)
+    here.branch("ft", start="main")
+    here.gc(min_age_s=0)
+    assert np.array_equal(np.asarray(here.load("ft")["line"]), line)
+    assert here.fsck(read_data=True).ok and not here.fsck().num_promised
 
 
 @pytest.mark.parametrize("seed", range(6))
