@@ -24,10 +24,6 @@ from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index import contents, meta
 from cas_ckpt.index.query import QueryLimits, run_query
 
-MAX_ROWS = 1_000_000
-MAX_BYTES = 1 << 28
-TIMEOUT_S = 60.0
-
 _TURNS = 3
 """Times that the index is brought up to date while others collect or rebuild; a ref to what is damaged stays so."""
 
