@@ -76,10 +76,16 @@ def bucket() -> MemoryStore:
             model = weights | {"w0": rng.standard_normal(3000).astype(np.float32)}
             repo.commit({"model": model, "step": number}, branch="main", step=number, metrics={"loss": float(number)})
             if number == 3:
-                repo.branch("side")
-                repo.commit({"model": weights, "step": 9}, branch="side", step=9)
                 repo.tag("v1")
+                _fork(inner, {"model": weights, "step": 9})
     return inner
+
+
+def _fork(inner: MemoryStore, state: dict[str, Any]) -> None:
+    """A commit on a branch of its own; by another user, as one who goes on with main goes on from his last commit."""
+    with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=None), group=None) as repo:
+        repo.branch("side", start="main")
+        repo.commit(state, branch="side", step=9)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,7 @@ def answers(bucket: MemoryStore) -> dict[str, Any]:
             handle.sync()
             with Repository(handle, group=None) as repo:
                 found[name] = repr(ask(repo))
+    assert "[]" not in found.values(), "an answer of nothing says nothing"
     return found
 
 

@@ -194,6 +194,7 @@ def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: in
     Raises:
         NotFoundError: no such revision.
     """
+    handle.sync()  # every commit is compared, those too that this host knows only by name
     digest = resolve(handle, revision)
     every = ask(handle, entries.stored_parts, known_root(handle, digest))
     stored = [(part.spec, part.node) for part in every if part.node is not None]
@@ -209,6 +210,7 @@ def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int =
 
     Tensors that are divided over ranks are left out: no rank can hash their cells alone.
     """
+    handle.sync()
     items = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.placement is None]
     hasher = CellHasher()
     sizes: dict[Digest, int] = {}
