@@ -60,7 +60,8 @@ def clone(
 ) -> None:  # fmt: skip
     """Make a new repository with the commits of the one at URL, which is its remote `origin`.
 
-    FOLDER is a path or URL; without it, the last part of URL is taken. A clone that was broken off is gone on with.
+    FOLDER is a path or URL; without it, -C or else the last part of URL is taken. A clone that was broken off is gone
+    on with.
     """
     from cas_ckpt.repository import Repository
 
