@@ -7,6 +7,7 @@ another; standard output carries results alone.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,7 +24,7 @@ from cas_ckpt.cli.command import (
     shared_options,
     write_exit_codes,
 )
-from cas_ckpt.cli.output import PROGRAM, report_error
+from cas_ckpt.cli.output import PROGRAM, EscapedLines, report_error
 from cas_ckpt.objects.limits import limits
 
 OBJECTS_PER_COLLECTION = 100_000
@@ -183,6 +184,8 @@ def _guarded(arguments: list[str]) -> int:
     settings = settings_from_environment()
     if asks_for_completion():
         cli.main(prog_name=PROGRAM)  # click answers the shell and exits
+    if logging.lastResort is not None:  # what prints warnings where nobody has set up logging
+        logging.lastResort.setFormatter(EscapedLines())
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is not an error
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import logging
 import math
 import os
 import re
@@ -40,8 +41,11 @@ def escaped(text: str) -> str:
 
 
 def utc(time_s: float) -> str:
-    """Seconds since the epoch as date and time, in UTC."""
-    return f"{datetime.datetime.fromtimestamp(time_s, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+    """Seconds since the epoch as date and time, in UTC; as a number, if no calendar has them."""
+    try:
+        return f"{datetime.datetime.fromtimestamp(time_s, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return f"{time_s:.0f} s"
 
 
 def subject(message: str) -> str:
@@ -162,7 +166,8 @@ def report_error(error: BaseException, *, debug: bool) -> int:
     if not isinstance(error, Exception):
         raise error
     if debug:
-        traceback.print_exception(error)
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            _print(escaped(line))
     _say(f"error: {one_line(error)}")
     return exit_code(error)
 
@@ -252,8 +257,20 @@ _SHELL_WORDS = tuple(
 """How what errors advise in Python is written in a shell, the first that fits first."""
 
 
+class EscapedLines(logging.Formatter):
+    """What the library warns of, in lines that are safe to print."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        return "\n".join(map(escaped, super().format(record).splitlines()))
+
+
 def _say(line: str) -> None:
+    _print(f"{PROGRAM}: {line}")
+
+
+def _print(line: str) -> None:
     try:
-        print(f"{PROGRAM}: {line}", file=sys.stderr)
+        print(line, file=sys.stderr)
     except OSError:
         pass  # nobody listens

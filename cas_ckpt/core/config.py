@@ -5,9 +5,10 @@ Invariant: a repository of a newer format is refused before anything else is rea
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import unseal
 from cas_ckpt.storage.store import EmulatesConditions, Store, exists
 
@@ -28,6 +29,9 @@ HONOURED, EMULATED = "honoured", "emulated"
 """Conditional writes: by the store, or by reading before writing, for one writer at a time."""
 
 MIN_PACK_BYTES = 1024 * 1024
+
+_SHORT = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
+"""What ids, names of branches and encodings are made of: all of them are shown, and some are parts of other names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,12 @@ def decode_config(record: bytes) -> Config:
         config = Config(**payload)
     except TypeError as error:
         raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
+    for name in ("store_id", "default_branch", "encoding"):
+        value = getattr(config, name)
+        if not isinstance(value, str) or not _SHORT.match(value):
+            raise CorruptionError(f"{CONFIG_KEY}: a {name} that is {shown_value(value)}")
+    if type(config.pack_bytes) is not int or not 0 < config.pack_bytes < 1 << 63:
+        raise CorruptionError(f"{CONFIG_KEY}: packs of {shown_value(config.pack_bytes)} bytes")
     if config.conditional_writes not in (HONOURED, EMULATED):
         raise CorruptionError(f"{CONFIG_KEY}: conditional writes that are {config.conditional_writes!r:.40}")
     return config

@@ -98,10 +98,13 @@ def decode_generation(payload: Mapping[str, Any]) -> Generation:
         KeyError, TypeError, ValueError: it says none.
     """
     number, nonce = payload["generation"], payload["generation_nonce"]
-    if type(number) is not int or not isinstance(nonce, bytes):
+    if type(number) is not int or not -1 <= number < MAX_GENERATION or not isinstance(nonce, bytes):
         raise TypeError(f"a generation of {number!r} and {nonce!r}")
     return Generation(number, nonce)
 
+
+MAX_GENERATION = 1 << 62
+"""No collection has so large a number, and a database holds little more."""
 
 PLACEHOLDER_GENERATION = Generation(-1)
 """Generation of a ref that was created and has no target yet."""

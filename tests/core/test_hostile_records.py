@@ -257,3 +257,30 @@ def test_a_collection_condemns_no_more_packs_than_a_record_names(
         deleted = [repo.gc(min_age_s=0).deleted_packs for _ in range(7)]
         assert max(deleted) == 3 and sum(deleted) > 6 and deleted[-1] == 0
         assert repo.fsck().ok
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store_id", 5), ("store_id", "\x1b]0;x\x07"), ("store_id", "a" * 300), ("store_id", ""),
+        ("default_branch", 7), ("default_branch", "a b"), ("encoding", ["raw"]), ("encoding", "\n"),
+        ("pack_bytes", "x"), ("pack_bytes", 0), ("pack_bytes", True), ("pack_bytes", 1 << 63),
+    ],
+)  # fmt: skip
+def test_a_config_of_odd_fields_opens_nothing(there: Path, field: str, value: object) -> None:
+    payload = unseal("config", (there / CONFIG_KEY).read_bytes(), version=1, key=CONFIG_KEY)
+    (there / CONFIG_KEY).write_bytes(seal("config", 1, payload | {field: value}, key=CONFIG_KEY))
+    for run in verbs(there).values():
+        with pytest.raises(CorruptionError, match=CONFIG_KEY):
+            run()
+
+
+@pytest.mark.parametrize("number", [1 << 63, 1 << 62, -2])
+def test_a_generation_that_no_collection_had_is_refused(there: Path, number: int) -> None:
+    for kind, key, verb in (("gc-state", GC_STATE_KEY, "push"), ("ref", MAIN_KEY, "log")):
+        record = (there / key).read_bytes()
+        payload = unseal(kind, record, version=1, key=key)
+        (there / key).write_bytes(seal(kind, 1, payload | {"generation": number}, key=key))
+        with pytest.raises(CorruptionError, match=key):
+            verbs(there)[verb]()
+        (there / key).write_bytes(record)

@@ -32,7 +32,7 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, most_bytes, seal, unseal
 from cas_ckpt.objects.pack import CHECK_BYTES, PACK_PREFIX
 from cas_ckpt.storage.disk import sync_file, sync_folder
 from cas_ckpt.storage.memory import MemoryStore
@@ -53,7 +53,7 @@ from cas_ckpt.storage.store import (
 VERSION = 1
 HEADER_MAGIC, TRAILER_MAGIC = b"CASCKBND", b"CASCKBNE"
 DIRECTORY_KEY = "bundle"
-MAX_DIRECTORY_BYTES = 256 * 1024 * 1024
+MAX_DIRECTORY_BYTES = most_bytes("bundle")
 
 _HEADER = struct.Struct("<8sH6x")
 _TRAILER = struct.Struct("<8sQQ")
@@ -261,8 +261,9 @@ class BundleStore:
                 if type(offset) is not int or type(size) is not int or not 0 <= size <= start - offset or offset < 0:
                     raise ValueError(f"{key!r:.80} is outside of the file")
                 places[check_key(key)] = offset, size
-            prerequisites = tuple(Digest(bytes(one)) for one in payload["prerequisites"])
-            if any(len(one) != DIGEST_BYTES for one in prerequisites) or len(places) != len(payload["values"]):
+            prerequisites = tuple(payload["prerequisites"])
+            are_ids = all(isinstance(one, bytes) and len(one) == DIGEST_BYTES for one in prerequisites)
+            if not are_ids or len(places) != len(payload["values"]):
                 raise ValueError("ids of other lengths, or a key twice")
         except (TypeError, ValueError) as error:
             raise CorruptionError(f"{self.url}: a directory of odd form: {error}") from error

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
@@ -157,3 +158,17 @@ def test_bundles_on_the_command_line(here: Repository, tmp_path: Path) -> None:
     assert "4 commits" in ok("-C", tmp_path / "there", "bundle", "unbundle", file)
     assert ok("-C", tmp_path / "there", "resolve", "v1") == ok("-C", place, "resolve", "main~1")
     assert call("bundle", "list", tmp_path / "nothing").code == 15
+
+
+@pytest.mark.parametrize("prerequisite", [1 << 40, "a" * 32, [0] * 32, b"short"], ids=["int", "text", "list", "short"])
+def test_a_bundle_with_odd_prerequisites_is_refused_before_memory_is_taken(
+    here: Repository, tmp_path: Path, prerequisite: object
+) -> None:
+    path = tmp_path / "b"
+    payload = {"values": [], "prerequisites": [prerequisite]}
+    directory = seal("bundle", bundle_file.VERSION, payload, key=bundle_file.DIRECTORY_KEY)
+    header = bundle_file._HEADER.pack(bundle_file.HEADER_MAGIC, bundle_file.VERSION)
+    trailer = bundle_file._TRAILER.pack(bundle_file.TRAILER_MAGIC, len(header), len(directory))
+    path.write_bytes(header + directory + trailer + blake3(trailer).digest(length=bundle_file.CHECK_BYTES))
+    with pytest.raises(CorruptionError, match="odd form"):
+        BundleStore(path)
