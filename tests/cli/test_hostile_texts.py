@@ -20,8 +20,8 @@ VERBS = (
     ["status"], ["log"], ["log", "--all"], ["log", "--graph"], ["log", "--json"], ["show", "main"], ["show", "t"],
     ["ls", "main"], ["tag"], ["pin"], ["branch"], ["reflog", "main"], ["reflog", "t"], ["diff", "main", "main~1"],
     ["stats", "main"], ["du", "--by", "tensor"], ["find", "**"], ["metrics"], ["best", ODD], ["fsck"],
-    ["remote", "list"], ["freed", "main"], ["lineage", "main"], ["nearest", "main"], ["unique", "main"], ["verify", "main"],
-    ["show", ODD],
+    ["remote", "list"], ["freed", "main"], ["lineage", "main"], ["nearest", "main"], ["unique", "main"],
+    ["verify", "main"], ["show", ODD],
     ["resolve", ODD], ["read", "main", ODD], ["policy", "show"], ["restores"], ["--debug", "show", ODD],
     ["push", "origin"], ["fetch", "origin"], ["-C", ODD, "log"], ["watch", "--push", "origin", "--once"],
 )  # fmt: skip
