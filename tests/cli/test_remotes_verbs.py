@@ -83,7 +83,7 @@ def test_what_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
     here = made(tmp_path / "here", 0)
     assert "there is no remote 'origin': none is noted: cas-ckpt remote add origin URL" in call("-C", here, "push").err
     ok("-C", here, "remote", "add", "backup", made(tmp_path / "there"))
-    assert "there is no remote 'origin': there are backup" in call("-C", here, "push").err
+    assert "there is no remote 'origin': known are backup" in call("-C", here, "push").err
     missing = call("-C", here, "push", "backup", "nothing")
     assert missing.code == 15 and "nothing" in missing.err
     assert "is no branch or tag: say what to call it there, main~0:BRANCH" in call(

@@ -186,7 +186,7 @@ def clone(
         branch: The branch that begins here; None: the default branch there.
         cache: As for `RepositoryHandle.open`, of both.
     Raises:
-        ConflictError: something else is at `target`. NotFoundError: there is no such branch.
+        ConflictError: something else is at `target`. NotFoundError: there is no such branch, or none that is wanted.
     """
     place = stored_url(url)
     if request.filter:
@@ -235,7 +235,11 @@ def _is_half_a_clone(made: RepositoryHandle, origin: Remote) -> bool:
 
 
 def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest, branch: str) -> SyncReport:
-    report = _fetch(made, other, ORIGIN, replace(request, branches=()), request.branches)
+    wanted = (*request.branches, branch) if request.branches else ()  # what begins here comes like the others
+    report = _fetch(made, other, ORIGIN, replace(request, branches=()), wanted)
+    came = [ref.name.removeprefix(f"{ORIGIN}/") for ref in made.refs.list(RefKind.REMOTE)]
+    if request.branches and not any(is_wanted(name, request.branches) for name in came):
+        raise NotFoundError(f"no branch at {other.store.url} matches {', '.join(map(repr, request.branches))}")
     try:
         start: Digest | None = other.refs.get(RefKind.BRANCH, branch).target
     except NotFoundError:

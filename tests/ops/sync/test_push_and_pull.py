@@ -421,3 +421,19 @@ def test_a_chunk_of_which_the_source_has_lost_a_part_is_not_pushed() -> None:
     with pytest.raises(CorruptionError, match="do not cover"):
         send(ours, theirs, [update], SendOptions("push", num_threads=2), near=ours)
     assert not list(theirs.refs.list())
+
+
+def test_a_clone_of_some_branches_takes_of_the_one_that_begins_here_no_more_than_asked(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "there") as there:
+        for step in range(4):
+            commit(there._handle, {"w": weights(step)}, step=step)
+        there.branch("ft/x")
+        commit(there._handle, {"w": weights(9)}, branch="ft/x")
+        commit(there._handle, {"w": weights(8)}, branch="other", create=True)
+    with Repository.clone(tmp_path / "there", tmp_path / "here", branches=["ft/*"], depth=1) as here:
+        assert set(here.remote_branches()) == {"origin/ft/x", "origin/main"}
+        assert [one.forgotten for one in here.log("main")] == [False, True, True, True]
+    with pytest.raises(NotFoundError, match="no branch at .* matches 'x/"):
+        Repository.clone(tmp_path / "there", tmp_path / "none", branches=["x/*"])
+    with Repository.clone(tmp_path / "there", tmp_path / "none", branches=["ft/*"]) as again:
+        assert again.resolve("main") == again.resolve("origin/main")
