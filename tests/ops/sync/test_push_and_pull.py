@@ -179,6 +179,11 @@ def test_several_branches_and_tags_go_together_and_deleted_ones_go(pair: Pair) -
         pair.here.push(delete="ft/a")
     with pytest.raises(InvalidInputError, match="default branch"):
         pair.here.push(delete="main")
+    commit(pair.theirs, items(9), branch="theirs")  # nobody else has it, and no branch but this leads to it
+    alone = pair.there.resolve("theirs")
+    pair.here.push(delete="theirs")
+    assert "theirs" not in pair.there.branches()
+    assert pair.there.undelete_branch("theirs") == alone
 
 
 def test_a_revision_can_be_pushed_under_a_name(pair: Pair) -> None:
