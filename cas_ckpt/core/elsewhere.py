@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 from cas_ckpt.core.records import node_children, pack_record
@@ -41,6 +42,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import SILENT
+from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 
 NODES_TOGETHER = 2048
 """Nodes in memory at a time: some 16 MB."""
+
+TURN = "elsewhere"
+"""What processes of one machine take turns on."""
 
 MOST_LENT = 200_000
 """Objects whose places at remotes are held in memory at most, before that begins anew (some 100 MB)."""
@@ -109,31 +114,40 @@ class Elsewhere:
             StorageError: the last remote that may have the rest cannot be reached, or bytes cannot be stored here.
         """
         with self._lock:
-            missing = still_missing()
-            remotes = self.remotes() if missing else []
+            remotes = self.remotes() if still_missing() else []
             if not remotes:
                 return ""
             keep = not (self._handle.read_only or self._handle.store.abilities.read_only)
             if not keep and not lend:
                 names = ", ".join(remote.name for remote in remotes)
                 return f"; it may be at {names}: open this repository to write, so that it can be brought here"
-            said: list[str] = []
-            unreached: CkptError | None = None
-            for remote in remotes:
-                place = f"remote {remote.name!r} ({without_secrets(remote.url)})"
-                try:
-                    self._get(self._repository(remote.place), missing, keep=keep, lend=lend)
-                    said.append(f"{place} does not have it")
-                except (CorruptionError, NotFoundError) as error:
-                    said.append(f"{place}: {error.args[0]}")
-                    if isinstance(error, NoRepositoryError):
-                        unreached = error
-                except CkptError as error:
-                    said.append(f"{place} cannot be asked: {error}")
+            # Of the processes of this machine, such as the ranks of a job, one brings what all want.
+            with in_turn(self._handle.store, TURN) if keep else nullcontext():
+                return self._ask(remotes, still_missing, keep=keep, lend=lend)
+
+    def _ask(
+        self, remotes: Sequence[Remote], still_missing: Callable[[], Sequence[Digest]], *, keep: bool, lend: bool
+    ) -> str:
+        said: list[str] = []
+        unreached: CkptError | None = None
+        for remote in remotes:
+            missing = still_missing()
+            if not missing:
+                return ""
+            place = f"remote {remote.name!r} ({without_secrets(remote.url)})"
+            try:
+                self._get(self._repository(remote.url), missing, keep=keep, lend=lend)
+                said.append(f"{place} does not have it")
+            except (CorruptionError, NotFoundError) as error:
+                said.append(f"{place}: {error.args[0]}")
+                if isinstance(error, NoRepositoryError):
                     unreached = error
-                missing = still_missing()
-                if not missing:
-                    return ""
+            except CkptError as error:
+                said.append(f"{place} cannot be asked: {error}")
+                unreached = error
+        missing = still_missing()
+        if not missing:
+            return ""
         if unreached is not None:
             kind = TransientStorageError if isinstance(unreached, NotFoundError) else type(unreached)
             raise kind(

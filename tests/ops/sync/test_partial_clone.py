@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,11 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.packs import read_directory
 from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError
 from cas_ckpt.index import contents
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.storage import disk
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.effects import CrashNow, die_before, no_space_from
 from cas_ckpt.testing.faults import FaultyStore
@@ -232,6 +236,25 @@ def test_who_dies_while_the_rest_comes_loses_nothing(tmp_path: Path) -> None:
             again.gc(min_age_s=0)
             assert again.fsck(read_data=True).num_promised == 1
     assert 1 < at < 49
+
+
+def test_several_who_read_at_once_bring_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "STUCK_S", 60.0)
+    made(tmp_path)
+    together = threading.Barrier(4)
+
+    def read(number: int) -> None:
+        with Repository.open(tmp_path / "here") as here:
+            together.wait()
+            here.load("main")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    with Repository.open(tmp_path / "here") as here:
+        packs = [pack for pack in here._handle.index.packs() if pack.endswith(".data")]
+        entries = [entry.digest for pack in packs for entry in read_directory(here._handle.store, pack)[1]]
+        assert len(entries) == len(set(entries))
+        assert here.fsck().num_promised == 1
 
 
 def test_a_process_that_is_killed_while_the_rest_comes_loses_nothing(tmp_path: Path) -> None:
