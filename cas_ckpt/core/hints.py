@@ -4,7 +4,8 @@
     2. a page of history: the commits before it, so that a log of thousands takes few reads. The page of a commit goes
        back to the last one whose depth is a multiple of `NEAR`; of such a commit, to the last one whose depth is a
        multiple of `FAR`. So a page costs a commit some kilobytes on average, however long the history is
-    3. names of packs that hold the further parents of merges, and of further meta packs of this commit
+    3. names of packs that hold the further parents of merges, of further meta packs of this commit, and of those that
+       hold what it shares with earlier ones
 
 What the next page is made of is remembered by the handle; the first commit of a process, or one after a commit of
 somebody else, reads the page of its parent.
@@ -42,6 +43,9 @@ MOST_PAGE_BYTES = 4 * 1024 * 1024
 MOST_DIRECTORY_BYTES = 8 * 1024 * 1024
 """Of directories in hints: of a commit of more new chunks (some 70,000), readers read the tails of the packs."""
 
+MOST_SHARED, MOST_EARLIER = 256, 8
+"""Nodes of earlier commits that are looked for, and packs that are named for them."""
+
 _REMEMBERED = 2 * NEAR
 """Commits whose pages are remembered: those that are written, and the one whose page the next long one goes on with."""
 
@@ -57,23 +61,26 @@ class HintsWriter:
         self._known: OrderedDict[Digest, tuple[PageCommit, int, tuple[PageCommit, ...]]] = OrderedDict()
 
     def hints(
-        self, parents: Sequence[Digest], packs: Sequence[WrittenPack], *, seen: tuple[Digest | None, bytes | None]
-    ) -> Hints | None:
+        self, parents: Sequence[Digest], packs: Sequence[WrittenPack], *, seen: tuple[Digest | None, bytes | None],
+        shared: Sequence[Digest] = (),
+    ) -> Hints | None:  # fmt: skip
         """The hints of a commit that is about to be written; None on a store that needs none.
 
         Args:
             packs: All that was written for it so far.
             seen: A commit, and the name of the pack that a ref says holds it.
+            shared: Its nodes that were stored before, those first that every reader needs.
         """
         if self._handle.store.abilities.local:
             return None
         try:
             depth, page = self._page_after(parents[0], seen) if parents else (0, ())
-            others = self._others(parents[1:])
+            others, earlier = self._others(parents[1:]), self._packs_of(shared)
         except CkptError as error:
             _LOGGER.info("a commit is made without a page of its history: %s", error)
-            depth, page, others = 0, (), ()
-        return Hints(depth, page, others, _directories(packs), _names(packs, PackKind.META))
+            depth, page, others, earlier = 0, (), (), ()
+        names = dict.fromkeys((*_names(packs, PackKind.META), *earlier))
+        return Hints(depth, page, others, _directories(packs), tuple(names))
 
     def note(self, digest: Digest, data: bytes, pack: str, hints: Hints) -> None:
         """Remember what a commit was written with, for the next one."""
@@ -116,6 +123,13 @@ class HintsWriter:
         except CkptError:
             return None
         return pack_name(places[0].pack) if places else None
+
+    def _packs_of(self, shared: Sequence[Digest]) -> tuple[bytes, ...]:
+        """Names of packs that hold the first of these nodes; not of too many, which would cost more than they spare."""
+        digests = shared[:MOST_SHARED]
+        located = self._handle.index.read(contents.locate, digests) if digests else {}
+        names = dict.fromkeys(pack_name(located[digest][0].pack) for digest in digests if located.get(digest))
+        return tuple(names)[:MOST_EARLIER]
 
     # --- pages ---------------------------------------------------------------------------
 

@@ -247,11 +247,18 @@ class _Publishing:
         signers = required_signers(handle, ref, branch)
         if signers is not None:
             require_signed(signers, branch, made.digest, made.data)
-        hints = handle.hints.hints(commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack))
+        hints = handle.hints.hints(
+            commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack), shared=self._shared()
+        )
         self.packs.append(write_nodes(handle.cached_store, [*self._new, made], hints=encoded(hints)))
         self.written += [*self._new, made]
         self._new, self.made = [], made
         return self._swap(ref, made, hints, signed_only=None if signers is None else True)
+
+    def _shared(self) -> list[Digest]:
+        """Nodes of the state that were stored before: the layout, the root, and so on down."""
+        own = {node.digest for node in (*self.written, *self._new)}
+        return [node.digest for node in reversed(self.publication.nodes) if node.digest not in own]
 
     def _catch_up(self) -> None:
         """w4: see whether all that is not written is still stored, under the generation that is now.

@@ -135,8 +135,13 @@ def checkout_state(
         "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
     }  # fmt: skip
     compare_calls(peers, Call("checkout", asked))
-    named = msgpack.packb(resolve_trusted(handle, revision, trust)) if peers.rank == 0 else None
-    found, branch = msgpack.unpackb(peers.broadcast(named))
+    named = None
+    if peers.rank == 0:
+        digest, branch = resolve_trusted(handle, revision, trust)
+        named = msgpack.packb((digest, branch, handle.refs.packs.get(digest)))
+    found, branch, pack = msgpack.unpackb(peers.broadcast(named))
+    if pack is not None:  # so that no rank looks at all packs for what one of them has
+        handle.refs.packs[Digest(found)] = pack
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
     with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:

@@ -99,6 +99,19 @@ def test_one_tensor_is_read_by_few_requests(writer: RepositoryHandle, bucket: Me
         assert store.requests <= 1, store.asked
 
 
+def test_a_state_is_loaded_by_few_requests_however_many_commits_were_made_before(
+    writer: RepositoryHandle, bucket: MemoryStore
+) -> None:
+    """The layout and what does not change are where the first commit has put them."""
+    frozen = np.random.default_rng(0).standard_normal(25_000).astype(np.float32)
+    for step in range(40):
+        commit(writer, {"own": frozen + step, "frozen": {"w": frozen}})
+    repo, store = cold(bucket)
+    with repo:
+        assert np.array_equal(repo.load("main")["frozen"]["w"], frozen)
+    assert store.requests <= 12, store.asked
+
+
 def test_what_is_read_besides_a_tensor_of_a_thousand_is_short(writer: RepositoryHandle, bucket: MemoryStore) -> None:
     """Of a commit of 1 GB in tensors of 1 MB: so one of them takes at most 1.2 MB."""
     rng = np.random.default_rng(0)

@@ -70,6 +70,7 @@ def test_all_ranks_upload_one_swaps_the_ref_and_a_restore_reads_each_byte_once_o
         assert sum(last - first + 1 for _, first, last in asked) > 0.99 * stored
         assert sum(each.received_bytes for each in proxy.requests) < 1.05 * stored
         assert len(asked) <= 4 * SIZE
+        assert not proxy.count("GET", "packs%2F"), "no rank looks at all packs"
     unstaged = proxies[RESTORES[3]]
     assert sum(each.received_bytes for each in unstaged.requests) < 2.1 * stored, "once to verify, once to fill"
     assert len(ranges(unstaged)) <= 2 * 4 * SIZE
