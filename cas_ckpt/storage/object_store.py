@@ -248,7 +248,7 @@ class ObjectStore:
         name, view = self.name(key), byte_view(data)
         if self._one_writer is not None:
             with self._one_writer:
-                current, _ = self._current(key, name)
+                current, _ = self._current(name)
                 if current != expected:
                     raise changed_meanwhile(key, gone=current is None)
                 self._note(key, view, self.bucket.put(name, view, nonce=""))
@@ -259,7 +259,7 @@ class ObjectStore:
                 self._swap(key, name, noted.version, view)
                 return
         for _ in range(_MOST_SWAPS):
-            current, version = self._current(key, name)
+            current, version = self._current(name)
             if current != expected:
                 raise changed_meanwhile(key, gone=current is None)
             with suppress(_Stale):  # another version: of the same bytes, perhaps
@@ -283,7 +283,7 @@ class ObjectStore:
             self.bucket.head(name)
             raise already_there(key)
 
-    def _current(self, key: str, name: str) -> tuple[bytes | None, str]:
+    def _current(self, name: str) -> tuple[bytes | None, str]:
         try:
             return self._reads.whole(name)
         except NotFoundError:

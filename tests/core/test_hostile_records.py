@@ -26,7 +26,6 @@ from cas_ckpt.storage.store import MOST_VALUE_BYTES
 from tests.builders import commit, new_repository, numbers
 
 FORGOTTEN_KEY = f"{forgotten.PREFIX}{'a' * 32}"
-SESSION_KEY = f"{protocol.PREFIX}{'a' * 32}"
 MAIN_KEY = ref_key(RefKind.BRANCH, "main")
 READS_FORGOTTEN = ("log", "fetch", "clone", "push", "gc")
 

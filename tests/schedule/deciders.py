@@ -110,13 +110,6 @@ class Script:
             yield Turn(chosen)
 
 
-class InTurn:
-    """Everybody to their end, one after the other."""
-
-    def choose(self, ready: Mapping[str, Request]) -> Turn | None:
-        return Turn(next(iter(ready)))
-
-
 class Uniform:
     """Any actor, each time anew."""
 

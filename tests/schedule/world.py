@@ -197,7 +197,6 @@ def _tall(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
 
 
 _MAKERS = {"plain": _plain, "garbage": _garbage, "double": _double, "history": _history, "tall": _tall}
-WORLDS = tuple(_MAKERS)
 
 
 @cache
