@@ -23,6 +23,7 @@ from cas_ckpt.core.elsewhere import Elsewhere
 from cas_ckpt.core.hints import HintsWriter
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
 from cas_ckpt.core.packs import (
+    PACKS_PER_BATCH,
     ListedPack,
     copied_records,
     data_first,
@@ -61,7 +62,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.workers import map_all
+from cas_ckpt.transfer.workers import ahead, map_all
 
 if TYPE_CHECKING:
     from cas_ckpt.signing.trust import Trust
@@ -263,7 +264,8 @@ class RepositoryHandle:
                 gone = []
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
             added = 0
-            for batch in record_batches(self._read_packs(new, stored)):
+            batches = record_batches(self._read_packs(new, stored))
+            for batch in ahead(batches) if len(new) > PACKS_PER_BATCH else batches:
                 self.index.add_packs(batch)
                 added += len(batch)
             if gone or added:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Generic, TypeVar
 
 from cas_ckpt import clock
@@ -155,6 +155,19 @@ def one_ahead(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
     finally:
         if begun is not None:
             begun.wait()
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """`items`, each made by a thread while the one before it is used.
+
+    Raises:
+        Whatever making one raised, when it is its turn.
+    """
+    waiting = iter(items)
+    for made in one_ahead(lambda _: list(islice(waiting, 1)), repeat(None)):
+        if not made:
+            return
+        yield made.pop()
 
 
 class StillRunning(Exception):
