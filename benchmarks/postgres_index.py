@@ -176,11 +176,10 @@ do on the two cores is in the seconds by the clock.
 | --- | --- | --- | --- |
 {rows}
 
-What bounds the first index: one process reads directories of packs, numbers objects and sorts rows, which is nearly all
-of its processor time; the server's own work (`COPY` into tables that have their B-trees) goes on beside it in part.
-Rows by `INSERT ... ON CONFLICT` instead of `COPY` take the server twice as long, and keys as text instead of bytes six
-times (15 us each against 2.5). Packs with chunks come before packs with nodes, so that no object is first noted as
-unknown: that alone was half of the time.
+What bounds the first index: one process reads directories of packs, numbers objects and makes rows, two thirds of all
+processor time; the server's own work (`COPY` into tables that have their B-trees) goes on beside it in part, and so
+does reading the next packs. Packs with chunks come before packs with nodes, so that none is first noted as unknown.
+What else was tried: docs/decisions/003-index.md.
 """
 
 

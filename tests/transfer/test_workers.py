@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from cas_ckpt.transfer.workers import one_ahead, run_all
+from cas_ckpt.transfer.workers import ahead, one_ahead, run_all
 
 
 def collector(into: list[int]) -> Callable[[], Callable[[int], None]]:
@@ -93,3 +93,22 @@ def test_what_is_worked_on_ahead_raises_in_its_turn_and_no_thread_goes_on() -> N
     assert next(left) == 0
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "cas-ckpt-ahead"]
+
+
+def test_what_an_iterator_makes_is_made_while_what_came_before_is_used() -> None:
+    second = threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield 0
+        second.set()
+        yield 1
+        raise ValueError("two")
+
+    assert list(ahead([])) == []
+    assert list(ahead(range(5))) == [0, 1, 2, 3, 4]
+    found = ahead(numbers())
+    assert next(found) == 0
+    assert second.wait(10), "the second is made before it is asked for"
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="two"):
+        next(found)

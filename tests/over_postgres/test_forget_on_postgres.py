@@ -1,0 +1,9 @@
+"""Retention and forgetting, with the index in PostgreSQL."""
+
+import pytest
+
+from tests.over_s3.again import again
+
+pytestmark = pytest.mark.slow
+
+globals().update(again("tests.ops.retention.test_forget"))

@@ -1,0 +1,9 @@
+"""Readers beside collections, with the index in PostgreSQL."""
+
+import pytest
+
+from tests.over_s3.again import again
+
+pytestmark = pytest.mark.slow
+
+globals().update(again("tests.ops.gc.test_gc_readers"))

@@ -1,0 +1,9 @@
+"""What states were made from, with the index in PostgreSQL."""
+
+import pytest
+
+from tests.over_s3.again import again
+
+pytestmark = pytest.mark.slow
+
+globals().update(again("tests.ops.history.test_lineage"))

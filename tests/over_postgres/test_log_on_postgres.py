@@ -1,0 +1,9 @@
+"""The log of several branches and writers, with the index in PostgreSQL."""
+
+import pytest
+
+from tests.over_s3.again import again
+
+pytestmark = pytest.mark.slow
+
+globals().update(again("tests.ops.history.test_log"))

@@ -1,0 +1,9 @@
+"""Branches, tags and pins, with the index in PostgreSQL."""
+
+import pytest
+
+from tests.over_s3.again import again
+
+pytestmark = pytest.mark.slow
+
+globals().update(again("tests.ops.refs.test_refs_verbs"))
