@@ -122,6 +122,12 @@ def used(made: list[tuple[str, dict[str, Any]]]) -> set[str]:
     return found
 
 
+def used_keys(made: list[tuple[str, dict[str, Any]]], operation: str, prefix: str) -> list[str]:
+    """What an operation was asked for below a prefix."""
+    keys = [str(arguments.get("Key", "")) for name, arguments in made if name == operation]
+    return [key for key in keys if key.startswith(f"{PREFIX}/{prefix}")]
+
+
 def allowed(who: str) -> set[str]:
     return {action for one in policies()[who]["Statement"] for action in one["Action"]}
 
@@ -156,8 +162,10 @@ def test_each_does_its_work_and_no_more(guarded: Guarded, tmp_path: Path, monkey
     used(made)
     commit(guarded.url, range(2, 4))
     with Repository.clone(guarded.url, tmp_path / "here", cache=None) as here:
-        here.commit(state(5))
+        for seed in (5, 6):  # a push of several writes a record of them and deletes it
+            here.commit(state(seed))
         here.push()
+        assert len(used_keys(made, "DeleteObject", "released/")) == 1
     with opened(guarded.url) as repo:
         repo.tag("v1")
         store = repo._handle.store
@@ -169,7 +177,7 @@ def test_each_does_its_work_and_no_more(guarded: Guarded, tmp_path: Path, monkey
     guarded.become("reader")
     used(made)
     with opened(guarded.url, read_only=True) as repo:
-        assert len(list(repo.log())) == 5 and repo.ls("main") and repo.fsck(read_data=True).ok
+        assert len(list(repo.log())) == 6 and repo.ls("main") and repo.fsck(read_data=True).ok
     Repository.clone(guarded.url, tmp_path / "clone", cache=None).close()
     assert used(made) - {"s3:ListBucketMultipartUploads"} == allowed("reader"), "fsck counts uploads where it may"
     with pytest.raises(PermissionDeniedError, match="docs/remotes.md"):

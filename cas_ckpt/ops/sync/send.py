@@ -20,6 +20,7 @@ gc/state has when the ref is swapped. The source is only read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -33,7 +34,7 @@ from cas_ckpt.core.publish import ANY_HEAD, MAX_ATTEMPTS, AnyHead, GenerationMov
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
 from cas_ckpt.core.signed_branches import check_move
-from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
@@ -250,8 +251,9 @@ class _Sending:
         if len(rest) < len(self.updates):
             if rest:
                 write_released(self.target.store, rest)
-            for key in self.released:
-                self.target.store.delete(key)
+            with suppress(PermissionDeniedError):  # the refs are there; gc takes out of a record what refs lead to
+                for key in self.released:
+                    self.target.store.delete(key)
 
     def _begin(self) -> Generation:
         if not self.options.dry_run:
