@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 from cas_ckpt.core.records import node_children, pack_record
-from cas_ckpt.core.settings import Remote, read_settings, without_secrets
+from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -42,6 +42,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import SILENT
+from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import Store
 

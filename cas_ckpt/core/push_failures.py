@@ -14,9 +14,10 @@ from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.core.refs import NONCE_BYTES, swap_record
-from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name, without_secrets
+from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import Store
 
 VERSION = 1

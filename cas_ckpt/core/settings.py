@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cas_ckpt.core.refs import NONCE_BYTES, check_name, swap_record
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.storage.bucket_url import SECRET
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import refuse_half_a_url
 
@@ -32,12 +33,8 @@ MAX_URL_BYTES = 2048
 MAX_ATTEMPTS = 100
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
-_SECRET = re.compile(r"pass(word|wd)?\b|secret|token|credential|signature|access_?key|api_?key|\bsig\b", re.IGNORECASE)
 
 _GOOGLE = "googleapis.com"
-
-_PASSWORD = re.compile(r"(://[^\s:/@]*:)\S*@")
-_PARAMETER = re.compile(r"([?&][^\s=&#]+=)[^\s&#]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +171,15 @@ def check_url(url: object) -> str:
         return url
     try:
         parts = urlsplit(url)
-        found = parts.password is not None or (parts.scheme in ("s3", "gs") and parts.username is not None)
-        found = found or any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+        found = parts.password is not None
+        if parts.scheme in ("s3", "gs"):
+            found = found or not set(unquote(parts.netloc)).isdisjoint("@:")  # a bucket has no user and no port
+        pairs = parse_qsl(parts.query, keep_blank_values=True)
+        found = found or any(SECRET.search(name) for name, _ in pairs)
+        for _, value in pairs:
+            if "://" in value:  # an endpoint
+                check_url(value)
+                found = found or urlsplit(value).username is not None
     except ValueError as error:
         raise InvalidInputError("a URL that cannot be read as one: it is not stored") from error
     if found or parts.fragment:
@@ -184,12 +188,6 @@ def check_url(url: object) -> str:
             "it: leave it out, and let the environment of each user say who they are (docs/remotes.md)"
         )
     return url
-
-
-def without_secrets(text: str) -> str:
-    """`text` without the passwords, keys and tokens of URLs in it: `***` stands in their place."""
-    text = _PASSWORD.sub(r"\1***@", text)
-    return _PARAMETER.sub(lambda found: f"{found[1]}***" if _SECRET.search(found[1]) else found[0], text)
 
 
 def stored_url(url: str | os.PathLike[str]) -> str:

@@ -20,7 +20,25 @@ _SECRET = re.compile(
 )
 """Names of settings that would hold a secret."""
 
+SECRET = re.compile(
+    r"pass(word|wd)?\b|secret|token|credential|signature|(access|api|private|customer|sse)[-_]?key|\bsig\b",
+    re.IGNORECASE,
+)
+"""Names of parameters of any URL that would."""
+
+_PASSWORD = re.compile(r"(:/+[^\s:/@]*:)\S*@")
+_PARAMETER = re.compile(r"([?&][^\s=&#]+=)([^\s&#]*)")
+
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}")
+
+
+def without_secrets(text: str) -> str:
+    """`text` without the passwords, keys and tokens of URLs in it: `***` stands in their place."""
+
+    def shown(found: re.Match[str]) -> str:
+        return found[1] + ("***" if SECRET.search(found[1]) else _PARAMETER.sub(shown, found[2]))
+
+    return _PARAMETER.sub(shown, _PASSWORD.sub(r"\1***@", text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +94,9 @@ def parse_bucket_url(url: str, *, known: Collection[str]) -> BucketUrl:
     if len(set(names)) < len(names):
         raise InvalidInputError(f"a URL of {scheme}:// gives each setting once, found {', '.join(names)}")
     if not _BUCKET.fullmatch(parts.netloc):
-        raise InvalidInputError(f"{scheme}://bucket/prefix wanted, found the bucket {parts.netloc!r:.80}")
+        name, colon, _ = parts.netloc.partition(":")  # behind it may be a password
+        found = f"{name!r:.80}, and a ':' after it" if colon else f"{name!r:.80}"
+        raise InvalidInputError(f"{scheme}://bucket/prefix wanted, found the bucket {found}")
     prefix = unquote(parts.path).strip("/")
     if prefix:
         check_key(prefix)

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from cas_ckpt.arguments import check_path
 from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
@@ -46,7 +47,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     try:
         parts = urlsplit(text)
     except ValueError as error:
-        raise InvalidInputError(f"{text!r} cannot be read as a URL: {error}") from error
+        raise InvalidInputError(f"{without_secrets(text)!r} cannot be read as a URL: {error}") from None
     if parts.scheme == "file":
         return FileStore(_local_path(text, parts))
     if parts.scheme == "memory":
@@ -58,7 +59,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if parts.scheme == "gs":
         return _open_gcs(text)
     raise InvalidInputError(
-        f"{text}: no store for {parts.scheme!r}; known are a path, file://, memory://, s3:// and gs://"
+        f"{without_secrets(text)}: no store for {parts.scheme!r}; known are a path, file://, memory://, s3:// and gs://"
     )
 
 
@@ -69,7 +70,9 @@ def refuse_half_a_url(text: str) -> None:
         InvalidInputError: `text` is such a one.
     """
     if text.startswith(("s3:/", "gs:/")) and "://" not in text:
-        raise InvalidInputError(f"{text!r:.200}: a URL has '://'; write ./{text[:3]}... for a folder of that name")
+        raise InvalidInputError(
+            f"{without_secrets(text)!r:.200}: a URL has '://'; write ./{text[:3]}... for a folder of that name"
+        )
 
 
 def _open_s3(text: str) -> Store:
@@ -95,7 +98,9 @@ def _open_gcs(text: str) -> Store:
 def _local_path(text: str, parts: SplitResult) -> Path:
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
-        raise InvalidInputError(f"{text}: a file URL is file:///absolute/path (with '?' and '#' as %3F and %23)")
+        raise InvalidInputError(
+            f"{without_secrets(text)}: a file URL is file:///absolute/path (with '?' and '#' as %3F and %23)"
+        )
     if "\0" in path:
         raise InvalidInputError(f"{text}: a path holds no NUL")
     return Path(path)

@@ -34,12 +34,12 @@ from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, br
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author, is_whole_id
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
-from cas_ckpt.core.settings import without_secrets
 from cas_ckpt.core.signed_branches import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
+from cas_ckpt.storage.bucket_url import without_secrets
 
 if TYPE_CHECKING:
     from cas_ckpt.signing.keys import SigningKey

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import promisors
-from cas_ckpt.core.settings import Remote, without_secrets
+from cas_ckpt.core.settings import Remote
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
 from cas_ckpt.index.candidates import covers
@@ -18,6 +18,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.problems import ProblemFinder
 from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import Store
 
 

@@ -28,6 +28,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.remotes import ORIGIN, add_remote, check_promisor, is_wanted, opened, remote_named
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
 
 
@@ -77,7 +78,9 @@ def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
     """
     name, url, remote = remote_named(handle, request.remote)
     if name is None or remote is None:
-        raise InvalidInputError(f"{url} has no name here, under which its branches could be remembered: add a remote")
+        raise InvalidInputError(
+            f"{without_secrets(url)} has no name here, under which its branches could be remembered: add a remote"
+        )
     if request.filter and not remote.promisor:
         raise InvalidInputError(
             f"remote {name!r} is not to keep what a filter leaves there: say so first "
