@@ -41,7 +41,7 @@ from cas_ckpt.index.database import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import Location
-from cas_ckpt.progress import SILENT
+from cas_ckpt.progress import phase
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import Store
@@ -236,10 +236,12 @@ class Elsewhere:
         from cas_ckpt.transfer.copying import Throttle, copy_extents, plan_copies
 
         handle = self._handle
-        packs = copy_extents(
-            other.store, handle.store, plan_copies(extents, pack_bytes=handle.config.pack_bytes),
-            relocate=other.relocate, num_threads=max(other.num_requests, handle.num_requests), progress=SILENT,
-            throttle=Throttle(None), on_pack=lambda: None,
-        )  # fmt: skip
+        units = plan_copies(extents, pack_bytes=handle.config.pack_bytes)
+        with phase(handle.progress, "fetching what is missing", sum(unit.num_bytes for unit in units)):
+            packs = copy_extents(
+                other.store, handle.store, units, relocate=other.relocate,
+                num_threads=max(other.num_requests, handle.num_requests), progress=handle.progress,
+                throttle=Throttle(None), on_pack=lambda: None,
+            )  # fmt: skip
         handle.index.add_packs([pack_record(pack, ()) for pack in packs])
         self.num_packs += len(packs)

@@ -100,7 +100,8 @@ class RepositoryHandle:
         elsewhere: Brings what is lost or damaged here from remotes.
         head: Where the live state came from that is committed through this handle.
         trust: Whose signature every commit needs that is read through this handle; None: see core/signed_branches.py.
-        progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index.
+        progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index, and
+            what is brought from remotes.
     """
 
     def __init__(

@@ -238,6 +238,30 @@ def test_who_dies_while_the_rest_comes_loses_nothing(tmp_path: Path) -> None:
     assert 1 < at < 49
 
 
+def test_who_waits_for_the_rest_is_shown_how_far_it_is(tmp_path: Path) -> None:
+    class Told:
+        phases: list[tuple[str, int | None]] = []  # noqa: RUF012
+        done = 0
+
+        def start(self, phase: str, total_bytes: int | None) -> None:
+            self.phases.append((phase, total_bytes))
+
+        def advance(self, num_bytes: int) -> None:
+            self.done += num_bytes
+
+        def finish(self) -> None:
+            self.phases.append(("", None))
+
+    made(tmp_path)
+    told = Told()
+    with Repository.open(tmp_path / "here", progress=told) as here:
+        here.load("main", keys="model/**")
+        assert not told.phases
+        here.load("main")
+    (name, total), end = told.phases
+    assert (name, end) == ("fetching what is missing", ("", None)) and total == told.done > 0
+
+
 def test_several_who_read_at_once_bring_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "STUCK_S", 60.0)
     made(tmp_path)
