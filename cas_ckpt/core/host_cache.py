@@ -122,11 +122,14 @@ class HostCache:
         try:
             folder = Path(place).expanduser().absolute()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owner = folder.stat().st_uid
-            if owner != os.geteuid() or not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(f"it belongs to user {owner}, or may not be written")
+            seen = folder.stat()
+            if seen.st_uid != os.geteuid() or not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(f"it belongs to user {seen.st_uid}, or may not be written")
         except (OSError, RuntimeError) as error:
             _LOGGER.info("no cache at %s, every look goes to the store: %s", place, error)
+            return None
+        if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # commits believe the index that is in it
+            _LOGGER.warning("%s is not used as a cache, as others may write into it: chmod go-w, after a look", folder)
             return None
         return HostCache(folder)
 

@@ -212,6 +212,22 @@ def test_others_may_not_look_into_it(bucket: MemoryStore, place: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702], ids=oct)
+def test_a_folder_into_which_others_may_write_is_gone_without(
+    bucket: MemoryStore, place: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.mkdir()
+    place.chmod(mode)
+    with closing(opened(bucket, place)) as handle:
+        assert handle.cache is None and handle.index.in_memory
+        assert messages(handle) == ["2", "1", "0"]
+    assert "others may write into it" in caplog.text
+    assert not list(place.iterdir())
+    place.chmod(0o755)
+    with closing(opened(bucket, place)) as handle:
+        assert handle.cache is not None
+
+
 def test_a_local_repository_keeps_nothing_there(handle: RepositoryHandle, place: Path) -> None:
     with closing(RepositoryHandle.open(handle.store.url, cache=place)) as again:
         assert again.cache is None
