@@ -14,12 +14,14 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import contents, history, liveness, usage
+from cas_ckpt.index import contents, entries, finding, history, key_changes, liveness, tree_diff, usage
+from cas_ckpt.index.finding import EntryFilter
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.patterns import KeyPatterns
 from tests.index.building import commit_row, data_pack, digest, extent
 
 pytestmark = pytest.mark.slow
@@ -40,7 +42,7 @@ FILL = f"""
         FROM generate_series(1, {NUM_TENSORS}) n;
     INSERT INTO t_edges SELECT {NUM_CHUNKS} + 1 + (n - 1) / {PER_TENSOR}, n FROM generate_series(1, {NUM_CHUNKS}) n;
 """
-LARGE = re.compile(r"Seq Scan on (t_objects|t_locations|t_edges)\b")
+LARGE = re.compile(r"Seq Scan on (t_objects|t_locations|t_edges|t_entries)\b")
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +73,8 @@ def _sha(text: str) -> Digest:
 
 def _commit(name: str, tensors: list[Digest], parents: list[str]) -> PackRecord:
     row = commit_row(name, parents, metrics={"loss": 1.0})
-    entries = [extent(row.root, ObjectKind.TREE), extent(row.digest, ObjectKind.COMMIT)]
-    return PackRecord(f"packs/{name}.meta", PackKind.META, 5000, entries, [(row.root, tensors)], [row])
+    listed = [extent(row.root, ObjectKind.TREE), extent(row.digest, ObjectKind.COMMIT)]
+    return PackRecord(f"packs/{name}.meta", PackKind.META, 5000, listed, [(row.root, tensors)], [row])
 
 
 @contextmanager
@@ -136,4 +138,87 @@ QUESTIONS: dict[str, Callable[[Index], object]] = {
 def test_at_a_million_chunks_no_whole_table_is_read(index: Index, question: str) -> None:
     with _scans(index) as found:
         QUESTIONS[question](index)
+    assert not found, "\n\n".join(found)
+
+
+# --- a million entries of states ----------------------------------------------------------------
+
+ENTRIES_STORE = "million-entries"
+NUM_STATES, NUM_GROUPS, PER_GROUP = 10, 1_000, 100
+"""In each state containers of tensors; of each container one tensor differs from state to state."""
+
+_CELLS = f"generate_series(0, {NUM_STATES - 1}) r, generate_series(0, {NUM_GROUPS - 1}) c"
+_CHUNK = f"CASE p WHEN 0 THEN 100001 + r * {NUM_GROUPS} + c ELSE 1 + c * {PER_GROUP} + p END"
+_POSITIONS = f"generate_series(0, {PER_GROUP - 1}) p"
+FILL_ENTRIES = f"""
+    INSERT INTO t_packs VALUES (1, 'packs/1.data', 1, 536870912, 110000, 0);
+    INSERT INTO t_specs VALUES ('float32[64, 64]', 1, 'float32', '[64, 64]', 2, 16384);
+    INSERT INTO t_objects SELECT sha256(('chunk ' || n)::bytea), n, 1 FROM generate_series(1, 110000) n;
+    INSERT INTO t_objects SELECT sha256(('group ' || r || ' ' || c)::bytea), 200000 + r * {NUM_GROUPS} + c, 4
+        FROM {_CELLS};
+    INSERT INTO t_objects SELECT sha256(('state ' || r)::bytea), 300000 + r, 4
+        FROM generate_series(0, {NUM_STATES - 1}) r;
+    INSERT INTO t_locations SELECT object_id, 1, 0, kind, 16384, 1, 16384, 64, 100, 16384, 0, NULL FROM t_objects;
+    INSERT INTO t_trees SELECT 200000 + r * {NUM_GROUPS} + c, 'dict', 0, {PER_GROUP}, NULL FROM {_CELLS};
+    INSERT INTO t_trees SELECT 300000 + r, 'dict', 0, {NUM_GROUPS}, NULL FROM generate_series(0, {NUM_STATES - 1}) r;
+    INSERT INTO t_entries SELECT 200000 + r * {NUM_GROUPS} + c, p, 'w' || lpad(p::text, 2, '0'), 2, 1, {_CHUNK}, NULL
+        FROM {_CELLS}, {_POSITIONS};
+    INSERT INTO t_entries SELECT 300000 + r, c, 'l' || lpad(c::text, 3, '0'), 0, NULL,
+        200000 + r * {NUM_GROUPS} + c, NULL FROM {_CELLS};
+    INSERT INTO t_node_specs SELECT 1, 200000 + r * {NUM_GROUPS} + c, {PER_GROUP} FROM {_CELLS};
+    INSERT INTO t_edges SELECT node_id, child_id FROM t_entries;
+"""
+ROOTS = [_sha(f"state {number}") for number in range(NUM_STATES)]
+COMMITS_OF_STATES = [
+    CommitRow(digest(f"s{number}"), root, (digest(f"s{number - 1}"),) if number else (), time_us=number)
+    for number, root in enumerate(ROOTS)
+]
+
+
+@pytest.fixture(scope="module")
+def states(server_url: str) -> Iterator[Index]:
+    Index.discard(server_url, store_id=ENTRIES_STORE)
+    with Index.open(server_url, store_id=ENTRIES_STORE) as index:
+        with psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True) as connection:
+            connection.execute(f'SET search_path TO "{schema_of(ENTRIES_STORE)}"'.encode())
+            connection.execute(FILL_ENTRIES.encode())
+            connection.execute("ANALYZE")
+        for row in COMMITS_OF_STATES:
+            pack = [extent(row.digest, ObjectKind.COMMIT)]
+            index.add_packs([PackRecord(f"packs/{row.time_us}.meta", PackKind.META, 500, pack, [], [row])])
+        yield index
+    Index.discard(server_url, store_id=ENTRIES_STORE)
+
+
+def _find(index: Index, keys: str | None = None, **conditions: Any) -> int:
+    wanted = EntryFilter(KeyPatterns(keys), **conditions)
+    return len(index.read(finding.find_entries, roots=ROOTS, wanted=wanted))
+
+
+def _changed(index: Index, keys: str) -> int:
+    asked = {"rows": COMMITS_OF_STATES, "keys": KeyPatterns(keys), "forgotten": ()}
+    return len(index.read(lambda connection: key_changes.changed_commits(connection, **asked)))
+
+
+ABOUT_ENTRIES: dict[str, tuple[Callable[[Index], object], object]] = {
+    "find --key": (lambda index: _find(index, "l07?/w00"), 10 * NUM_STATES),
+    "find --key in all containers": (lambda index: _find(index, "*/w01"), NUM_GROUPS),
+    "find --holding": (lambda index: _find(index, holding=_sha("chunk 1002")), 1),
+    "find --dtype --key": (lambda index: _find(index, "l9*/w*2", dtype="float32"), 10 * NUM_GROUPS // 10),
+    "find --shape of which there is none": (lambda index: _find(index, shape=(64, 65)), 0),
+    "log --key": (lambda index: _changed(index, "l001/w00"), NUM_STATES),
+    "log --key where nothing changed": (lambda index: _changed(index, "l?01/w01"), 1),
+    "ls of a pattern": (lambda index: len(index.read(entries.manifest, ROOTS[3], KeyPatterns("l00?/w0?"))), 100),
+    "ls of all": (lambda index: len(index.read(entries.manifest, ROOTS[3])), NUM_GROUPS * PER_GROUP),
+    "one entry": (lambda index: index.read(entries.entry, ROOTS[3], "l500/w50").num_bytes, 16384),
+    "holders": (lambda index: len(index.read(usage.commits_holding, _sha("chunk 1002"))), NUM_STATES),
+    "diff": (lambda index: len(index.read(tree_diff.differences, ROOTS[3], ROOTS[7])), NUM_GROUPS),
+}
+
+
+@pytest.mark.parametrize("question", ABOUT_ENTRIES)
+def test_at_a_million_entries_no_whole_table_is_read(states: Index, question: str) -> None:
+    ask, wanted = ABOUT_ENTRIES[question]
+    with _scans(states) as found:
+        assert ask(states) == wanted
     assert not found, "\n\n".join(found)
