@@ -57,8 +57,8 @@ def stored(request: pytest.FixtureRequest) -> tuple[MemoryStore, str]:
 
 def copied(store: MemoryStore) -> MemoryStore:
     made = MemoryStore()
-    for key, _ in store.list(""):
-        made.put(key, store.get(key))
+    for key, size in store.list(""):
+        made.put(key, store.get_range(key, 0, size))
     return made
 
 
@@ -97,7 +97,7 @@ class Restore:
 
 
 def flip(store: MemoryStore, key: str, offset: int) -> None:
-    data = bytearray(store.get(key))
+    data = bytearray(store.get_range(key, 0, store.head(key)))
     data[offset] ^= 4
     store.put(key, bytes(data))
 
