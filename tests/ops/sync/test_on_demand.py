@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -255,3 +256,23 @@ def test_a_repository_far_away_opens_no_remote_because_something_is_missing(tmp_
     with pytest.raises(NotFoundError, match="in no pack"):
         far.locate(chunks)
     assert not far.elsewhere._opened
+
+
+def test_who_is_asked_for_what_is_missing_gets_no_token_that_the_repository_alone_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_tier(tmp_path)
+    lose_data(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        here.set_remote("origin", url="gs://bucket/x?endpoint=https://a.example", promisor=True)
+        opened: list[str] = []
+
+        def refuse(url: str, **given: object) -> RepositoryHandle:
+            opened.append(unquote(url))
+            raise TransientStorageError("nobody answers")
+
+        monkeypatch.setattr(RepositoryHandle, "open", staticmethod(refuse))
+        with pytest.raises(TransientStorageError, match="nobody answers"):
+            here.load("main")
+        here.fsck(remote=True)
+        assert set(opened) == {"gs://bucket/x?endpoint=https://a.example&anonymous=true"}
