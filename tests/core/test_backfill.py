@@ -354,8 +354,8 @@ def test_progress_counts_the_bytes_of_packs(path: Path) -> None:
 
 
 def test_of_packs_of_nodes_few_are_in_memory_and_in_one_transaction() -> None:
-    """100,000 entries are a pack of 8 MiB, and take 100 MiB as rows."""
-    metas = [(f"packs/{at}.meta", 8 << 20) for at in range(5)]
+    """25,000 entries are a pack of 2 MiB, and take 25 MiB as rows, or 50 if somebody means harm."""
+    metas = [(f"packs/{at}.meta", 2 << 20) for at in range(5)]
     assert [len(batch) for batch in pack_batches(metas)] == [2, 2, 1]
     datas = [(f"packs/{at}.data", 200 << 20) for at in range(7)]
     assert [len(batch) for batch in pack_batches(datas)] == [5, 2]

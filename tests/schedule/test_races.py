@@ -25,7 +25,7 @@ _STATE = "compare_and_swap gc/state|put gc/state"
 CONDEMN = through("G0", _STATE)
 FENCE_MAIN = through("G0", f"compare_and_swap {_MAIN}")
 
-MOST_REQUESTS = 120
+MOST_REQUESTS = 160
 
 EVERY = 1
 """Of the requests that an actor may be stopped after, every so manieth is tried."""
