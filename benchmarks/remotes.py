@@ -68,7 +68,8 @@ class Ours:
     def __init__(self, url: str, folder: Path, num_bytes: int, seed: int) -> None:
         self.url, self.folder = url, folder
         self.state = weights(num_bytes, seed)
-        self.into = {key: torch.zeros_like(value) for key, value in self.state.items()}  # its pages are there already
+        # Live tensors: pages that were never touched cost the first who writes there 3 s a gigabyte on such machines.
+        self.into = {key: torch.full_like(value, 7.0) for key, value in self.state.items()}
         Repository.init(url, single_writer=True).close()
 
     @contextmanager
@@ -100,7 +101,7 @@ class Ours:
         """What the last checkout brought is what was committed; the next one has to bring it again."""
         for key, value in self.state.items():
             assert torch.equal(value.view(torch.int32), self.into[key].view(torch.int32))
-            self.into[key].zero_()
+            self.into[key].fill_(7.0)
 
 
 Found = dict[str, list[dict[str, Any]]]
@@ -243,15 +244,15 @@ def main() -> None:
     parser.add_argument("--server", choices=("rclone", SLOW, "moto", "gcs"), action="append")
     parser.add_argument("--rounds", type=int)
     given = parser.parse_args()
-    num_bytes, rounds = (256 << 20, 3) if given.quick else (1 << 30, 5)
+    num_bytes, rounds = (256 << 20, given.rounds or 3) if given.quick else (1 << 30, given.rounds or 5)
     servers: Sequence[str] = given.server or (("rclone", SLOW) if given.quick else ("rclone", SLOW, "moto", "gcs"))
     rows = []
     with credentials():
         for which in [] if given.counts else servers:
             with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
                 # moto copies the whole value for each range of it: of 1 GB that takes minutes
-                size, times = (num_bytes >> 2, 2) if which == "moto" and not given.quick else (num_bytes, rounds)
-                found = measure(which, size, given.rounds or times, Path(place))
+                size = num_bytes >> 2 if which == "moto" and not given.quick else num_bytes
+                found = measure(which, size, rounds, Path(place))
             rows += table(which if size == num_bytes else f"{which}, {size >> 20} MiB", found, size)
             print("\n".join(rows[-len(found) :]), flush=True)
         with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
@@ -269,9 +270,9 @@ def main() -> None:
 
 TEMPLATE = """# Remotes: 1 GB to a bucket and back
 
-Written by `python -m benchmarks.remotes --write` on {today}, figures as they came; what is compared, and how, is said
-in benchmarks/remotes.py. {rounds} rounds (moto: 2), medians; {parallel} requests at once on both sides. Server, proxy
-and client share this machine's cores: compare the ratios, not the rates.
+Written by `python -m benchmarks.remotes --write --rounds {rounds}` on {today}, figures as they came; what is compared,
+and how, is said in benchmarks/remotes.py. Medians; {parallel} requests at once on both sides. Server, proxy and client
+share this machine's cores: compare the ratios, not the rates.
 
 Machine: {machine}; load at the end {load:.1f}.
 

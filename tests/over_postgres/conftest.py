@@ -5,7 +5,9 @@ A database is made from a template that has the tables; migrations for each woul
 
 from __future__ import annotations
 
+import gc
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,6 +48,13 @@ def template(server_url: str) -> str:
 def databases(server_url: str, template: str) -> Iterator[Callable[[Path], str]]:
     """From a folder to the URL of its database, which is made when it is asked for first."""
     made: dict[Path, str] = {}
+    opened: list[Engine] = []
+    open_engine = postgres.open_engine
+
+    def noted(url: URL, schema: str) -> Engine:
+        opened.append(open_engine(url, schema))
+        return opened[-1]
+
     with (
         psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True) as server,
         pytest.MonkeyPatch.context() as patched,
@@ -62,9 +71,11 @@ def databases(server_url: str, template: str) -> Iterator[Callable[[Path], str]]
         def place(store: Store, *kept: handle.RepositoryCache | None) -> str:
             return database(store.root.resolve()) if isinstance(store, FileStore) else usual(store, *kept)
 
+        patched.setattr(postgres, "open_engine", noted)  # those of repositories that a module shares
         patched.setattr(handle, "index_place", place)
         patched.setattr(postgres, "schema_of", lambda store_id: SCHEMA)
         yield database
+        _close(opened)
         for name in made.values():
             server.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
@@ -81,5 +92,13 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(postgres, "open_engine", noted)
     yield
-    for engine in opened:
-        engine.dispose()
+    _close(opened)
+
+
+def _close(opened: list[Engine]) -> None:
+    """Close their connections; those that tracebacks and generators in cycles still hold, too."""
+    while opened:
+        opened.pop().dispose()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
