@@ -61,6 +61,8 @@ def _whole(name: str, given: Any) -> int:
         raise _refused(name, given, "a whole number")
     if name == "num_threads" and not 0 <= number <= MOST_THREADS:
         raise _refused(name, given, f"a whole number up to {MOST_THREADS}; 0 or None: one per core")
+    if name == "memory_bytes" and number < 1:
+        raise _refused(name, given, "a number of bytes from 1 on; None: what the machine has, at most 300 MB")
     if name == "limit" and number < 0:
         raise _refused(name, given, "a whole number from 0 on")
     if not -_INT64 <= number < _INT64:

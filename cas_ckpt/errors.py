@@ -7,6 +7,7 @@
     ├── InvalidInputError (ValueError)   spec mismatch, bad name, bad file  fix the call
     │   ├── AmbiguousIdError             a prefix that several ids share    give more digits
     │   ├── MismatchError                target and commit do not agree     fix the target
+    │   ├── MemoryBudgetError            memory_bytes is too little         give what it says
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
     ├── TooLargeError                    more entries, bytes, rows or time  ask for less, or raise the limit
@@ -70,6 +71,18 @@ class AmbiguousIdError(InvalidInputError):
 
 class MismatchError(InvalidInputError):
     """The target state and the commit do not agree in keys, shapes, dtypes or ties."""
+
+
+class MemoryBudgetError(InvalidInputError):
+    """What was asked for cannot be done with so little memory (`memory_bytes=`).
+
+    Attributes:
+        least_bytes: With so much it can.
+    """
+
+    def __init__(self, message: str, *, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 class TooLargeError(CkptError):

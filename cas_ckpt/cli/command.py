@@ -321,6 +321,11 @@ def shard_option(help: str) -> Callable[[_F], _F]:  # noqa: A002
     return click.option("--shard", type=SHARD, metavar="I/N", help=help)
 
 
+def memory_option(call: _F) -> _F:
+    """How much memory the verb may take, as `memory_bytes`."""
+    return click.option("--memory", "memory_bytes", type=SIZE, help="Most memory it takes, e.g. 200MB.")(call)
+
+
 def limit_option(help: str = "At most N.", *, default: int | None = None) -> Callable[[_F], _F]:  # noqa: A002
     """How many to show, as `limit`."""
     number = click.IntRange(min=0)

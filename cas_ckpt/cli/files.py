@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, verb
+from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, memory_option, verb
 from cas_ckpt.cli.output import escaped, subject
 from cas_ckpt.cli.signing import UNSIGNED, asked_key, given_trust, sign_option, trust_option
 from cas_ckpt.objects.digest import SHORT_HEX
@@ -41,6 +41,7 @@ PARTLY = 3
 @sign_option()
 @flag("--provenance", help="Keep command line, host, versions and git commit.")
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
+@memory_option
 @flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
 @click.pass_obj
 def import_(settings: Settings, /, path: str, **options: Any) -> int:
@@ -99,6 +100,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 @click.option("--max-shard-size", "max_shard_bytes", type=SIZE, help="Length of a shard, e.g. 5GB.")
 @_KEYS
 @trust_option()
+@memory_option
 @_FORCE
 @click.pass_obj
 def export(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
@@ -120,6 +122,7 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
 @click.option("--to", "path", required=True, metavar="PATH", help="The file or folder to write.")
 @_KEYS
 @trust_option()
+@memory_option
 @_FORCE
 @click.pass_obj
 def checkout(settings: Settings, /, revision: str, path: str, **options: Any) -> None:

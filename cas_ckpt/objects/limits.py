@@ -5,8 +5,6 @@ Invariant: what unfolds is counted before it is made.
 
 from __future__ import annotations
 
-import os
-import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,8 +12,6 @@ from dataclasses import dataclass, replace
 from numbers import Real
 
 from cas_ckpt.errors import InvalidInputError, TooLargeError, shown_value
-
-_MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +62,6 @@ def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> I
         yield
     finally:
         _current.reset(before)
-
-
-def available_bytes() -> int:
-    """Host memory that can be filled without others losing theirs; all there is where the system does not say."""
-    try:
-        for line in _MEMINFO.read_text("ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux, or a form that is not known: the system does not say
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_entries(count: int, what: str, *, times: int = 1, instead: str = "restore it from a copy") -> None:

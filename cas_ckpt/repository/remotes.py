@@ -38,6 +38,7 @@ class RemoteVerbs(Opened):
         dry_run: bool = False,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
+        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Send commits to another repository: what it lacks of them, then its refs move.
@@ -56,6 +57,7 @@ class RemoteVerbs(Opened):
                 time; no ref moves. A push without it, when all have ended, finds what they copied, and moves the refs.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
+            memory_bytes: Most memory for what is under way; see `commit`.
         Raises:
             ConflictError: a ref would not move forward, or moved meanwhile.
             SignatureError: a branch there takes signed commits only; nothing was copied.
@@ -65,7 +67,7 @@ class RemoteVerbs(Opened):
 
         request = PushRequest(
             remote, texts(refs), texts(delete), all_branches, tags, force, force_with_lease, dry_run, num_threads,
-            max_bandwidth, shown(progress), None if shard is None else parse_shard(shard),
+            max_bandwidth, shown(progress), None if shard is None else parse_shard(shard), memory_bytes,
         )  # fmt: skip
         return push(self._handle, request)
 
@@ -81,6 +83,7 @@ class RemoteVerbs(Opened):
         dry_run: bool = False,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
+        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Bring the commits of a remote here; its branch `main` is `origin/main` here.
@@ -95,6 +98,7 @@ class RemoteVerbs(Opened):
             prune: Take away `origin/NAME` where there is no such branch any more.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
+            memory_bytes: Most memory for what is under way; see `commit`.
         Raises:
             NotFoundError: there is no such remote, or no branch that matches.
         """
@@ -102,7 +106,7 @@ class RemoteVerbs(Opened):
 
         request = FetchRequest(
             remote, texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress),
-            commits=texts(commits), filter=texts(filter),
+            commits=texts(commits), filter=texts(filter), memory_bytes=memory_bytes,
         )  # fmt: skip
         return fetch(self._handle, request)
 
@@ -115,6 +119,7 @@ class RemoteVerbs(Opened):
         dry_run: bool = False,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
+        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Fetch, then let a branch here go forward to where it is there. No live state changes: check it out.
@@ -125,6 +130,7 @@ class RemoteVerbs(Opened):
             tags: All (True), none (False), or those of commits that are here then.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
+            memory_bytes: Most memory for what is under way; see `commit`.
         Raises:
             ConflictError: each side has commits that the other has not; says what helps.
             SignatureError: the branch here takes signed commits only; what was fetched stays.
@@ -132,7 +138,9 @@ class RemoteVerbs(Opened):
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, pull
 
-        request = FetchRequest(remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress))
+        request = FetchRequest(
+            remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress), memory_bytes=memory_bytes
+        )
         return pull(self._handle, request, branch=branch)
 
     def create_bundle(

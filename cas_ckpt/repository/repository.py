@@ -180,6 +180,7 @@ class Repository(
         tags: bool | None = None,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
+        memory_bytes: int | None = None,
         cache: str | PathLike[str] | None = AUTO,
         progress: Progress | bool = False,
     ) -> Repository:
@@ -196,6 +197,7 @@ class Repository(
                 brought from there when they are read. All, if none is given.
             tags: All (True), none (False), or those of commits that come.
             max_bandwidth: Bytes a second at most.
+            memory_bytes: Most memory for what is under way; see `commit`.
             cache: See `open`; of both.
         Raises:
             ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
@@ -206,7 +208,7 @@ class Repository(
             raise InvalidInputError(f"depth is {depth}: give a number from 1 on")
         request = FetchRequest(
             branches=texts(branches), tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
-            progress=shown(progress), depth=depth, filter=texts(filter),
+            progress=shown(progress), depth=depth, filter=texts(filter), memory_bytes=memory_bytes,
         )  # fmt: skip
         handle, _ = clone(url, target, request, branch=branch, cache=cache)
         return cls(handle)

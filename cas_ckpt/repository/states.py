@@ -34,7 +34,7 @@ class StateVerbs(Opened):
         frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
         on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
-        progress: Progress | bool = False,
+        memory_bytes: int | None = None, progress: Progress | bool = False,
     ) -> CommitInfo:  # fmt: skip
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
 
@@ -63,6 +63,8 @@ class StateVerbs(Opened):
             replica_check: Every byte that several ranks hold is compared before one of them writes it;
                 "sample": only `replica_audit`, the share (0..1) that all of them hash too.
             on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
+            memory_bytes: Most memory that the call takes beyond the state, on this rank: what the machine, its control
+                group and the other ranks on it leave, and 300 MB at most, if not given.
             push_to: A remote that gets the commit, and all else that it lacks, in a thread behind the caller's back;
                 until it has it, the commit cannot be forgotten here. What fails is logged, and tried again by the next.
             sign: The key that signs the commit: the path of a private key of SSH that is not encrypted, or a
@@ -75,6 +77,7 @@ class StateVerbs(Opened):
             ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
             OutOfSpaceError: nothing is lost; free some space and commit again.
             SignatureError: the branch takes signed commits only, and this is not signed as it wants.
+            MemoryBudgetError: `memory_bytes` is too little; says how much is needed. Nothing was written.
         """
         from cas_ckpt.ops.commit.request import CommitRequest
         from cas_ckpt.training.verbs import commit_state
@@ -84,7 +87,7 @@ class StateVerbs(Opened):
             branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
             metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
             provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
-            frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
+            frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes,
             replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
             sign=given_key(sign) if self._ranks.peers.rank == 0 else None,
             called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
@@ -116,6 +119,7 @@ class StateVerbs(Opened):
         allow_pickle: bool = False,
         trust: Trusted | None = None,
         num_threads: int | None = None,
+        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> CheckoutReport:
         """Make `into` what the commit holds, in place: the same objects, the same tensors.
@@ -130,17 +134,20 @@ class StateVerbs(Opened):
             keys: Restore only these; `head` stays where it is.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
+            memory_bytes: See `commit`.
         Raises:
             SignatureError: nobody who is trusted signed it; `into` is untouched.
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
             CorruptionError: names the tensor; `into` is untouched.
+            MemoryBudgetError: `memory_bytes` is too little; `into` is untouched.
         """
         from cas_ckpt.training.verbs import checkout_state
 
         self._frozen = None  # what was frozen may hold other bytes now, rightly
         return checkout_state(
             self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
-            num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress), trust=given_trust(trust),
+            num_threads=num_threads, memory_bytes=memory_bytes, peers=self._ranks.peers, progress=shown(progress),
+            trust=given_trust(trust),
         )  # fmt: skip
 
     def load(
@@ -154,6 +161,7 @@ class StateVerbs(Opened):
         allow_pickle: bool = False,
         trust: Trusted | None = None,
         num_threads: int | None = None,
+        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> dict[str, Any]:
         """The state of the commit as new objects in nested dicts.
@@ -165,9 +173,11 @@ class StateVerbs(Opened):
             map_location: Another name of `device`, as in `torch.load`.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`.
+            memory_bytes: Most memory that the call takes beyond what it returns; see `commit`.
         Raises:
             SignatureError: nobody who is trusted signed it.
             TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
+            MemoryBudgetError: `memory_bytes` is too little.
         """
         from cas_ckpt.training.verbs import load_state
 
@@ -175,7 +185,8 @@ class StateVerbs(Opened):
             raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
         return load_state(
             self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
-            allow_pickle=allow_pickle, num_threads=num_threads, progress=shown(progress), trust=given_trust(trust),
+            allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, progress=shown(progress),
+            trust=given_trust(trust),
         )  # fmt: skip
 
     def read(
@@ -218,8 +229,8 @@ class StateVerbs(Opened):
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
         create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
-        sign: Any = None, num_threads: int | None = None, prefix: str = "", follow_links: bool = False,
-        progress: Progress | bool = False,
+        sign: Any = None, num_threads: int | None = None, memory_bytes: int | None = None, prefix: str = "",
+        follow_links: bool = False, progress: Progress | bool = False,
     ) -> ImportInfo:  # fmt: skip
         """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
 
@@ -247,7 +258,7 @@ class StateVerbs(Opened):
             branch=branch, create=create, message=f"import {path}" if message is None else message, author=author,
             step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
             lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
-            sign=given_key(sign),
+            memory_bytes=memory_bytes, sign=given_key(sign),
         )  # fmt: skip
         with self._committing:
             request = request_on(self._handle, request, onto)
@@ -258,7 +269,7 @@ class StateVerbs(Opened):
     def export(
         self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
         max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, trust: Trusted | None = None,
-        progress: Progress | bool = False,
+        memory_bytes: int | None = None, progress: Progress | bool = False,
     ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
@@ -270,7 +281,9 @@ class StateVerbs(Opened):
             keys: Export only these.
             force: Replace files that are there already.
             trust: See `load`.
+            memory_bytes: Most memory that the call takes; see `commit`. A torch file needs all of the state besides.
         Raises:
+            MemoryBudgetError: `memory_bytes` is too little.
             ConflictError: a file is there already. UnsupportedValueError: names the key that
                 the format cannot hold. InvalidInputError: no such format.
         """
@@ -278,5 +291,5 @@ class StateVerbs(Opened):
 
         return export_any(
             self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
-            progress=shown(progress), trust=given_trust(trust),
+            memory_bytes=memory_bytes, progress=shown(progress), trust=given_trust(trust),
         )  # fmt: skip

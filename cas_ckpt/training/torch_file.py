@@ -112,7 +112,8 @@ def refusal(error: UnpicklingError) -> str:
 
 def export_torch(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
-    keys: str | Sequence[str] | None = None, force: bool = False, progress: Progress = SILENT,
+    keys: str | Sequence[str] | None = None, force: bool = False, memory_bytes: int | None = None,
+    progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the file `path` with torch.save.
 
@@ -126,7 +127,7 @@ def export_torch(
     entries = list_entries(handle, Digest(commit_of(handle, digest).root), keys=keys)
     tensors = [entry.num_bytes for entry in entries if entry.shape is not None]
     with OutputFiles(place.parent, [place.name], force=force) as output:
-        state = load_state(handle, digest.hex(), keys=keys, progress=progress)
+        state = load_state(handle, digest.hex(), keys=keys, memory_bytes=memory_bytes, progress=progress)
         with output.open(place.name) as file:
             save_torch(state, file, str(place))
     return ExportInfo((str(place),), len(tensors), sum(tensors))

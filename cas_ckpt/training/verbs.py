@@ -11,6 +11,7 @@ Invariant: what a target gets was verified before any target was touched. Knows 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -116,6 +118,7 @@ def checkout_state(
     keys: str | Sequence[str] | None = None,
     allow_pickle: bool = False,
     num_threads: int | None = None,
+    memory_bytes: int | None = None,
     peers: Peers = SOLO,
     progress: Progress = SILENT,
     trust: Trust | None = None,
@@ -129,12 +132,14 @@ def checkout_state(
             are damaged, names the tensor. In both cases `into` is untouched.
         PeerError: another rank failed; what `into` holds on every rank is untouched unless the
             message says otherwise.
+        MemoryBudgetError: `memory_bytes`, beyond what `into` has, is too little.
     """
     listed = [keys] if isinstance(keys, str) else keys
     asked = {
         "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
     }  # fmt: skip
-    compare_calls(peers, Call("checkout", asked))
+    hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
+    memory_bytes = memory_budget(memory_bytes, num_ranks=hosts.count(hosts[peers.rank]))
     named = None
     if peers.rank == 0:
         digest, branch = resolve_trusted(handle, revision, trust)
@@ -147,7 +152,7 @@ def checkout_state(
     with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
         plan, unexpected = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
-            peers=peers, progress=progress,
+            memory_bytes=memory_bytes, peers=peers, progress=progress,
         )  # fmt: skip
     if keys is None:
         handle.head = Head(branch, Digest(found).hex())
@@ -169,6 +174,7 @@ def _restore(
     keys: str | Sequence[str] | None,
     allow_pickle: bool,
     num_threads: int | None,
+    memory_bytes: int,
     peers: Peers,
     progress: Progress,
 ) -> tuple[RestorePlan, tuple[str, ...]]:
@@ -208,8 +214,8 @@ def _restore(
 
     with naming_forgotten(handle, root):
         num_bytes = fetch_on_ranks(
-            handle, copies, peers=peers, num_threads=num_threads, progress=progress, on_planned=note.planned,
-            on_verified=on_verified,
+            handle, copies, peers=peers, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+            on_planned=note.planned, on_verified=on_verified,
         )  # fmt: skip
     plan.finish()
     done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
@@ -228,6 +234,7 @@ def load_state(
     dtype: Any = None,
     allow_pickle: bool = False,
     num_threads: int | None = None,
+    memory_bytes: int | None = None,
     progress: Progress = SILENT,
     trust: Trust | None = None,
 ) -> dict[str, Any]:
@@ -251,7 +258,9 @@ def load_state(
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)
-            note.num_bytes += fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, unseen=True)
+            note.num_bytes += fetch_tensors(
+                handle, copies, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, unseen=True
+            )
 
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         with naming_forgotten(handle, root):

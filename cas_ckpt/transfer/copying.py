@@ -19,6 +19,7 @@ from typing import TypeAlias
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digests, short
 from cas_ckpt.objects.nodes import MAX_CELL_BYTES
@@ -39,7 +40,9 @@ OWN_PACK_SHARE = 4
 """Of a pack of which a quarter of a full pack is wanted, a new one is made; the rest shares packs."""
 
 MAX_COPY_THREADS = 12
-"""With a span, a decoded chunk and a part being sent for each, some 150 MB."""
+
+THREAD_BYTES = 25 * 1000**2
+"""What a thread has in memory: a span, a decoded chunk and a part that is being sent."""
 
 Wanted: TypeAlias = tuple[Digest, Location]
 """An extent of a chunk, and where it is stored."""
@@ -159,6 +162,7 @@ def copy_extents(
     *,
     relocate: Relocate,
     num_threads: int,
+    memory_bytes: int | None = None,
     progress: Progress,
     throttle: Throttle,
     on_pack: Callable[[], object],
@@ -166,6 +170,7 @@ def copy_extents(
     """A new pack in `target` for each unit, durable.
 
     Args:
+        memory_bytes: Most memory for what is under way; None: see memory.py.
         relocate: Where a chunk is stored besides the packs that it was looked for in: for one that is damaged, or that
             a collection has moved.
         on_pack: Called, from any thread, whenever a pack has become durable.
@@ -187,8 +192,9 @@ def copy_extents(
 
         return work
 
+    most = min(MAX_COPY_THREADS, memory_budget(memory_bytes) // THREAD_BYTES)
     try:
-        run_all(_spans(units), make_worker, num_threads=max(1, min(num_threads, MAX_COPY_THREADS)))
+        run_all(_spans(units), make_worker, num_threads=max(1, min(num_threads, most)))
     except BaseException:
         packs.abort()
         raise

@@ -19,7 +19,7 @@ held twice; what fell out of it is verified again on its way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,6 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import Location
@@ -61,6 +62,7 @@ def fetch_chunks(
     *,
     num_threads: int,
     progress: Progress,
+    memory_bytes: int | None = None,
     relocate: Relocate | None = None,
     on_verified: Callable[[], object] = nothing,
     unseen: bool = False,
@@ -70,6 +72,7 @@ def fetch_chunks(
     Args:
         chunks: In the order in which they are stored, see `core.chunks.place_chunks`.
         num_threads: That hash and copy at one time; how many requests run at one time, the store says.
+        memory_bytes: Most memory that this takes beyond the targets; None: see memory.py.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called between the two.
         unseen: Nobody knows the targets yet. Over a network they are filled as chunks arrive, and are undefined when
@@ -77,13 +80,18 @@ def fetch_chunks(
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched.
     """
+    memory_bytes = memory_budget(memory_bytes)
     if unseen and not store.abilities.local:
         with phase(progress, "restoring", sum(chunk.num_bytes for chunk in chunks)):
-            fill_as_they_arrive(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
+            fill_as_they_arrive(
+                store, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
+            )
         on_verified()
         return
     with sourced(store, chunks, relocate) as (source, relocate):
-        verify_chunks(source, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
+        verify_chunks(
+            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
+        )
         on_verified()
         wanted_bytes = 0
         for chunk in chunks:
@@ -91,7 +99,10 @@ def fetch_chunks(
         with phase(progress, "restoring", wanted_bytes):
             if isinstance(source, StagedStore):
                 again = [chunk for chunk in chunks if chunk.extents[0].pack != STAGED]
-                fill_as_they_arrive(store, again, num_threads=num_threads, progress=progress, relocate=relocate)
+                fill_as_they_arrive(
+                    store, again, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+                    relocate=relocate,
+                )  # fmt: skip
                 chunks = [chunk for chunk in chunks if not chunk.filled]
             run_all(chunks, lambda: ChunkFiller(source, progress, relocate).fill, num_threads=num_threads)
 
@@ -129,6 +140,7 @@ def verify_chunks(
     chunks: Sequence[StoredChunk],
     *,
     num_threads: int,
+    memory_bytes: int,
     progress: Progress,
     relocate: Relocate | None = None,
 ) -> None:
@@ -142,7 +154,7 @@ def verify_chunks(
     with phase(progress, "verifying", num_bytes):
         if isinstance(source, StagedStore):
             arrivals = _Arrivals(source, num_threads, progress, relocate)
-            _read_units(source.store, wanted_of(chunks), chunks, lambda: _SpanVerifier(arrivals))
+            _read_units(source.store, chunks, lambda: _SpanVerifier(arrivals), memory_bytes)
         else:
             announced = _announced(source, chunks)
             run_all(announced, lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads)
@@ -171,25 +183,25 @@ class _Piece:
 
 
 def fill_as_they_arrive(
-    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, progress: Progress, relocate: Relocate | None
-) -> None:
+    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
+    relocate: Relocate | None,
+) -> None:  # fmt: skip
     """Read and verify all chunks, and fill their parts at once: for targets that nobody knows, or may be touched.
 
     Args:
         chunks: Each once.
     """
     arrivals = _Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
-    _read_units(store, wanted_of(chunks), chunks, lambda: _SpanFiller(arrivals))
+    _read_units(store, chunks, lambda: _SpanFiller(arrivals), memory_bytes)
 
 
 def _read_units(
-    store: Store,
-    wanted: Iterable[Wanted[_Piece]],
-    chunks: Sequence[StoredChunk],
-    make_reader: Callable[[], _SpanReader],
+    store: Store, chunks: Sequence[StoredChunk], make_reader: Callable[[], _SpanReader], memory_bytes: int
 ) -> None:
-    units = opening_first(plan_units(wanted, limits_of(store, _bytes_to_read(chunks))))
-    at_once = requests_at_once(store, longest_bytes(units))
+    read_bytes = memory_bytes // 2  # each reader has a span, and what of it is decoded or put in its place
+    limits = limits_of(store, _bytes_to_read(chunks), memory_bytes=read_bytes)
+    units = opening_first(plan_units(wanted_of(chunks), limits))
+    at_once = requests_at_once(store, longest_bytes(units), memory_bytes=read_bytes)
     run_all(units, lambda: make_reader().take, num_threads=at_once)
 
 
@@ -434,6 +446,7 @@ def read_region(
     item_bytes: int,
     chunk_of: Callable[[int], Digest],
     located: Mapping[bytes, Sequence[Location]],
+    memory_bytes: int | None = None,
     relocate: Relocate | None = None,
 ) -> Array:
     """The elements of `region` as a new C-contiguous array of raw items; only the leaves that it touches are read.
@@ -462,6 +475,7 @@ def read_region(
             filler.read_into(chunk)
     else:
         fetch_chunks(
-            store, list(chunks.values()), num_threads=default_threads(), progress=SILENT, relocate=relocate, unseen=True
-        )
+            store, list(chunks.values()), num_threads=default_threads(), memory_bytes=memory_bytes, progress=SILENT,
+            relocate=relocate, unseen=True,
+        )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Grid, Spec
@@ -156,16 +157,19 @@ def save_tensors(
     num_threads: int,
     expect_new: bool,
     progress: Progress,
+    memory_bytes: int | None = None,
 ) -> None:
     """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
 
     Args:
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
+        memory_bytes: Most memory for buffers; None: see memory.py.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
-    buffers = _Buffers(num_threads + SPARE_BUFFERS)
+    most = max(2, memory_budget(memory_bytes) // BATCH_BYTES)  # one may wait in the sink for another
+    buffers = _Buffers(min(num_threads + SPARE_BUFFERS, most))
     make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new)
     if num_threads > 1:
         run_all(_batches(works), make_worker, num_threads=num_threads)

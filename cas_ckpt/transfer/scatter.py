@@ -25,6 +25,7 @@ import numpy as np
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canonical
 from cas_ckpt.objects.pack import Location
@@ -166,6 +167,7 @@ def verify_and_scatter(
     peers: Peers,
     num_threads: int,
     progress: Progress,
+    memory_bytes: int | None = None,
     relocate: Relocate | None = None,
     budget_bytes: int = BUDGET_BYTES,
     on_verified: Callable[[], object] = nothing,
@@ -177,6 +179,7 @@ def verify_and_scatter(
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Gets the bytes that this rank verifies and of those that it puts into its own targets.
+        memory_bytes: Most memory that this takes on this rank, beyond the targets; None: see memory.py.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called before the first target is touched, once all ranks have verified.
     Raises:
@@ -184,12 +187,15 @@ def verify_and_scatter(
         PeerError: another rank failed; its message says whether targets may have been touched.
         The caller calls `peers.fail` for what it gets from here.
     """
+    memory_bytes = memory_budget(memory_bytes)
     with sourced(store, chunks, relocate) as (source, relocate):
-        verify_chunks(source, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
+        verify_chunks(
+            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
+        )
         quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
         around = meet_neighbours(peers, store, chunks, quota=quota)
         on_verified()  # every rank has come here: every byte that anybody will get is verified
-        mover = _Mover(source, peers, around, progress, num_threads, relocate)
+        mover = _Mover(source, peers, around, progress, num_threads, memory_bytes, relocate)
         try:
             mover.move(reads, incoming, budget_bytes)
             fill_rest()
@@ -224,13 +230,14 @@ class _Mover:
 
     def __init__(
         self, source: Restored, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int,
-        relocate: Relocate | None,
+        memory_bytes: int, relocate: Relocate | None,
     ) -> None:  # fmt: skip
         self._source = source
         self._peers = peers
         self._around = around
         self._progress = progress
         self._num_threads = num_threads
+        self._memory_bytes = memory_bytes
         self._relocate = relocate
         # Kept from round to round: their scratch memory costs page faults when it is new.
         self._fillers = [_Filler(source, progress, relocate) for _ in range(num_threads)]
@@ -318,8 +325,9 @@ class _Mover:
                 chunk.parts.append(cell_part(tensor.key, target, tensor.item_bytes, read.box, box, place))
                 chunk.wanted_bytes += num_bytes(tensor, box)
         fill_as_they_arrive(
-            store, list(chunks.values()), num_threads=self._num_threads, progress=SILENT, relocate=self._relocate
-        )
+            store, list(chunks.values()), num_threads=self._num_threads, memory_bytes=self._memory_bytes,
+            progress=SILENT, relocate=self._relocate,
+        )  # fmt: skip
         self._progress.advance(sum(num_bytes(job.read.tensor, box) for job in jobs for box in job.own))
 
     def _land(self, parts: Sequence[tuple[TargetTensor, Box, memoryview]]) -> None:

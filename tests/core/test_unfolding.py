@@ -15,8 +15,8 @@ from cas_ckpt import InvalidInputError, Repository, TooLargeError
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.index.key_changes import number_states
+from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.limits import available_bytes
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, ValueEntry, decode_tree, tree_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.values import encode_value

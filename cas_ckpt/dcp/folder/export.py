@@ -95,7 +95,7 @@ class _Content:
 def export_dcp(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
-    progress: Progress = SILENT,
+    memory_bytes: int | None = None, progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
 
@@ -126,7 +126,8 @@ def export_dcp(
                 for key, value in objects.items():
                     writer.write_object(key, value)
                 wanted = ((content.paths[chunk.key], content.tensors[chunk.key], chunk.box) for chunk in chunks)
-                for chunk, array in zip(chunks, arrays_in_turn(handle, wanted), strict=True):
+                arrays = arrays_in_turn(handle, wanted, memory_bytes=memory_bytes)
+                for chunk, array in zip(chunks, arrays, strict=True):
                     progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key], array))
             objects = {}
         with output.open(METADATA_NAME) as file:

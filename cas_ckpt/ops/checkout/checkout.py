@@ -38,6 +38,7 @@ from cas_ckpt.core.tree import decode_values, python_gc_paused, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
@@ -63,6 +64,7 @@ def fetch_tensors(
     copies: Sequence[TensorCopy],
     *,
     num_threads: int | None = None,
+    memory_bytes: int | None = None,
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
     unseen: bool = False,
@@ -70,6 +72,7 @@ def fetch_tensors(
     """Fill every target with its tensor, or with the box of it that is wanted; how many plain bytes were read for it.
 
     Args:
+        memory_bytes: Most memory that this takes beyond the targets; None: see memory.py.
         on_verified: Called when everything is verified, before the first target is touched.
         unseen: Nobody knows the targets yet: they may be touched before, and are undefined when this raises.
     Raises:
@@ -81,7 +84,8 @@ def fetch_tensors(
         try:
             fetch_chunks(
                 store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
-                progress=progress, relocate=handle.relocate, on_verified=on_verified, unseen=unseen,
+                memory_bytes=memory_bytes, progress=progress, relocate=handle.relocate, on_verified=on_verified,
+                unseen=unseen,
             )  # fmt: skip
             break
         except CorruptionError:
@@ -169,7 +173,9 @@ Wished: TypeAlias = tuple[Path, StoredTensor, Box]
 """Where a tensor is in the state, the tensor, and what is wanted of it."""
 
 
-def read_arrays(handle: RepositoryHandle, wanted: Sequence[Wished]) -> list[np.ndarray[Any, Any]]:
+def read_arrays(
+    handle: RepositoryHandle, wanted: Sequence[Wished], *, memory_bytes: int | None = None
+) -> list[np.ndarray[Any, Any]]:
     """The elements of all these boxes as new arrays of raw items.
 
     Raises:
@@ -180,15 +186,19 @@ def read_arrays(handle: RepositoryHandle, wanted: Sequence[Wished]) -> list[np.n
         TensorCopy(path, stored, NewArray(array), box=box)
         for (path, stored, box), array in zip(wanted, found, strict=True)
     ]
-    fetch_tensors(handle, copies, unseen=True)
+    fetch_tensors(handle, copies, memory_bytes=memory_bytes, unseen=True)
     return found
 
 
-def arrays_in_turn(handle: RepositoryHandle, wanted: Iterable[Wished]) -> Iterator[np.ndarray[Any, Any]]:
+def arrays_in_turn(
+    handle: RepositoryHandle, wanted: Iterable[Wished], *, memory_bytes: int | None = None
+) -> Iterator[np.ndarray[Any, Any]]:
     """The elements of each box, as a new C-contiguous array of raw items, in bounded memory.
 
     Over a network many are read at once, and the next while one is used.
 
+    Args:
+        memory_bytes: Most memory that this takes, with the arrays; None: see memory.py.
     Raises:
         CorruptionError, NotFoundError: naming the tensor, at the latest when it is its turn.
     """
@@ -196,20 +206,22 @@ def arrays_in_turn(handle: RepositoryHandle, wanted: Iterable[Wished]) -> Iterat
         for _, stored, box in wanted:
             yield read_array(handle, stored, box)
         return
-    for arrays in one_ahead(partial(read_arrays, handle), _batches(wanted)):
+    most = memory_budget(memory_bytes)
+    read = partial(read_arrays, handle, memory_bytes=most // 2)
+    for arrays in one_ahead(read, _batches(wanted, min(BATCH_BYTES, most // 4))):
         arrays.reverse()
         while arrays:  # each is forgotten once it was used
             yield arrays.pop()
 
 
-def _batches(wanted: Iterable[Wished]) -> Iterator[list[Wished]]:
-    """Some at a time, of about `BATCH_BYTES` together."""
+def _batches(wanted: Iterable[Wished], batch_bytes: int) -> Iterator[list[Wished]]:
+    """Some at a time, of about `batch_bytes` together."""
     batch: list[Wished] = []
     num_bytes = 0
     for each in wanted:
         batch.append(each)
         num_bytes += each[2].num_elements * each[1].spec.item_bytes
-        if num_bytes >= BATCH_BYTES:
+        if num_bytes >= batch_bytes:
             yield batch
             batch, num_bytes = [], 0
     if batch:
@@ -222,6 +234,7 @@ def fetch_on_ranks(
     *,
     peers: Peers,
     num_threads: int | None = None,
+    memory_bytes: int | None = None,
     progress: Progress = SILENT,
     on_planned: Callable[[ReadPlan, Sequence[StoredTensor]], object] | None = None,
     on_verified: Callable[[], object] = nothing,
@@ -233,6 +246,7 @@ def fetch_on_ranks(
     Args:
         copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
             want different keys and different parts.
+        memory_bytes: Most memory that this takes on this rank, beyond the targets; None: see memory.py.
         progress: Gets the bytes that this rank verifies, and of those that come into its targets.
         on_planned: Called with the plan of all ranks, and the tensors that its requests are for, once it is made. A
             process that is alone, and divides nothing, makes none.
@@ -245,12 +259,15 @@ def fetch_on_ranks(
         PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
     """
     if peers.size == 1 and all(copy.placement is None for copy in copies):
-        return fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
+        return fetch_tensors(
+            handle, copies, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+            on_verified=on_verified,
+        )  # fmt: skip
     chunks, cells, incoming = _plan_shared(handle, copies, peers, on_planned)
     verify_and_scatter(
         handle.store, chunks, cells, incoming,
         fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
-        peers=peers, num_threads=thread_count(num_threads), progress=progress,
+        peers=peers, num_threads=thread_count(num_threads), memory_bytes=memory_bytes, progress=progress,
         relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
     return sum(chunk.num_bytes for chunk in chunks)

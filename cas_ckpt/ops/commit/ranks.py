@@ -26,6 +26,7 @@ from cas_ckpt.core.publish import GenerationMoved
 from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
 from cas_ckpt.layout.holdings import Shard, held_by, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.layouts import compose_layout
 from cas_ckpt.objects.nodes import Node, decode_tree
@@ -94,7 +95,8 @@ def save_on_ranks(
     straddling = StraddlingSaver(works, plan, peers, progress, num_threads)
     packs = save_chunks(
         handle, [*works, *own.works], session, num_bytes=_own_bytes(held, peers.rank), num_threads=num_threads,
-        progress=progress, straddling=straddling,
+        memory_bytes=memory_budget(request.memory_bytes, num_ranks=agreement.num_neighbours), progress=progress,
+        straddling=straddling,
     )  # fmt: skip
     for (number, cell), digest in straddling.named.items():
         works[number].chunks[cell] = digest

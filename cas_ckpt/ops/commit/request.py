@@ -116,6 +116,7 @@ class CommitRequest:
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 64 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
+        memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
         sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.
         verb: What was called, as errors name it if other ranks call something else.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
@@ -141,6 +142,7 @@ class CommitRequest:
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
     num_threads: int | None = None
+    memory_bytes: int | None = None
     replica_check: str = ReplicaCheck.CHECKSUM
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = OnDivergence.RAISE

@@ -19,6 +19,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import PeerError
+from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node
@@ -137,7 +138,10 @@ def save_alone(
         # A large state takes seconds, in which other threads of the process may need Python's collector.
         num_threads, paused = thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD), nullcontext()
     with paused:
-        packs = save_chunks(handle, works, session, num_bytes=num_bytes, num_threads=num_threads, progress=progress)
+        packs = save_chunks(
+            handle, works, session, num_bytes=num_bytes, num_threads=num_threads,
+            memory_bytes=memory_budget(request.memory_bytes), progress=progress,
+        )  # fmt: skip
     hashed = {} if memory is None or frozen is None else memory.check(frozen)
     return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
 
@@ -149,6 +153,7 @@ def save_chunks(
     *,
     num_bytes: int,
     num_threads: int,
+    memory_bytes: int,
     progress: Progress,
     straddling: StraddlingSaver | None = None,
 ) -> list[WrittenPack]:
@@ -156,6 +161,7 @@ def save_chunks(
 
     Args:
         num_bytes: What progress is measured against.
+        memory_bytes: Most memory that is taken for it.
     Raises:
         Whatever a source, the store or another rank raised; no pack is left open.
     """
@@ -164,7 +170,7 @@ def save_chunks(
     progress.start("hashing", num_bytes)
     try:
         save_tensors(
-            works, sink, claims=claims, policy=policy, num_threads=num_threads,
+            works, sink, claims=claims, policy=policy, num_threads=num_threads, memory_bytes=memory_bytes,
             expect_new=not handle.holds_chunks(), progress=progress,
         )  # fmt: skip
         if straddling is not None:

@@ -71,7 +71,7 @@ class _Tensor:
 def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
-    progress: Progress = SILENT,
+    memory_bytes: int | None = None, progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
     """Write the tensors of the state `root` to `path`, in bounded memory.
 
@@ -117,7 +117,7 @@ def export_safetensors(
     ):  # fmt: skip
         for name, shard in zip(names, shards, strict=True):
             with output.open(name) as file:
-                _write_shard(handle, shard, file, metadata or {}, progress)
+                _write_shard(handle, shard, file, metadata or {}, memory_bytes, progress)
         for name, data in extra.items():
             with output.open(name) as file:
                 file.write(data)
@@ -208,14 +208,14 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
 
 def _write_shard(
     handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], metadata: Mapping[str, str],
-    progress: Progress,
+    memory_bytes: int | None, progress: Progress,
 ) -> None:  # fmt: skip
     stored = {tensor.name: tensor.stored for tensor in tensors}
     order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
     file.write(encode_header(order, {"format": "pt", **metadata}))
     keys = {tensor.name: parse_key(tensor.key) for tensor in tensors}
     wanted = ((keys[name], stored[name], box) for name, spec in order for box in bands(spec))
-    for array in arrays_in_turn(handle, wanted):
+    for array in arrays_in_turn(handle, wanted, memory_bytes=memory_bytes):
         file.write(array.reshape(-1).view(np.uint8).data)
         progress.advance(array.nbytes)
 

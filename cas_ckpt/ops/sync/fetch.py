@@ -60,13 +60,14 @@ class FetchRequest:
     filter: Sequence[str] = ()
     commits: Sequence[str] = ()
     widen: bool = False
+    memory_bytes: int | None = None
 
     @property
     def options(self) -> SendOptions:
         """How to send."""
         return SendOptions(
             "fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress, depth=self.depth,
-            keys=tuple(self.filter), again=self.widen,
+            keys=tuple(self.filter), again=self.widen, memory_bytes=self.memory_bytes,
         )  # fmt: skip
 
 

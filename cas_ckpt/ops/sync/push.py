@@ -56,6 +56,7 @@ class PushRequest:
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     shard: PackShard | None = None
+    memory_bytes: int | None = None
 
 
 def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
@@ -71,8 +72,9 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
     if not updates:
         raise InvalidInputError("nothing to push: there are no such branches or tags here")
     options = SendOptions(
-        "push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress, shard=request.shard
-    )
+        "push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress, shard=request.shard,
+        memory_bytes=request.memory_bytes,
+    )  # fmt: skip
     with opened(url, read_only=request.dry_run, cache=handle.cache_place) as other:
         _check_deletions(updates, other)
         report = send(handle, other, updates, options, near=handle)

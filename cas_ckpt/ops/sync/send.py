@@ -93,6 +93,7 @@ class SendOptions:
         keys: Patterns of the keys whose chunks are copied, the others being promised by the source; empty: all.
         again: Go through commits that the target has already, too, unless they are forgotten there.
         assumed: Commits that whoever reads the target has, with all that they lead to: for a bundle.
+        memory_bytes: Most memory for what is under way; None: see memory.py.
     """
 
     action: str
@@ -105,6 +106,7 @@ class SendOptions:
     keys: tuple[str, ...] = ()
     again: bool = False
     assumed: frozenset[Digest] = frozenset()
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +395,8 @@ class _Sending:
         else:
             packs = copy_extents(
                 self.source.store, self.target.store, units, relocate=self.source.relocate,
-                num_threads=self._num_threads(), progress=self.options.progress, throttle=self.throttle,
-                on_pack=self.session.beat,
+                num_threads=self._num_threads(), memory_bytes=self.options.memory_bytes,
+                progress=self.options.progress, throttle=self.throttle, on_pack=self.session.beat,
             )  # fmt: skip
             if nodes:
                 ordered, hints = self.target.hints.copies(nodes, packs)

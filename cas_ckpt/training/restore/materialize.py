@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
-from cas_ckpt.objects.limits import available_bytes, current_limits
+from cas_ckpt.memory import available_bytes
+from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Spec, check_known
 from cas_ckpt.objects.state import (
     RANKS,

@@ -1,0 +1,130 @@
+"""How much memory a call may take beyond the state: what it is given, else a part of what is left.
+
+    1. what is left of the machine (MemAvailable), and of every control group from that of this process up to the top
+       (v1 and v2: the lowest limit less what is in use; page cache can be dropped, so it counts as free)
+    2. half of that, divided by the ranks on this machine that do the same at the same time
+    3. at most `DEFAULT_BYTES`, and never so little that nothing works
+
+Invariant: what is given is never exceeded for want of room: who needs more refuses it before anything is done
+(`check_memory`). Must not know: what the memory is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from cas_ckpt.errors import MemoryBudgetError
+
+DEFAULT_BYTES = 300 * 1000**2
+"""What a call takes at most, on each rank, unless it is given more."""
+
+LEAST_DEFAULT_BYTES = 64 * 1000**2
+"""What it takes where the machine has next to nothing left: with less no verb gets anywhere."""
+
+PROC = Path("/proc")
+"""Where Linux says what the machine has and which control groups this process is in."""
+
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+_IN_USE = ("memory.current", "memory.usage_in_bytes")
+_DROPPED = frozenset({"active_file", "inactive_file", "total_active_file", "total_inactive_file"})
+"""In `memory.stat`: page cache, of v1 with all groups below (`total_`), which v2 counts anyway."""
+
+
+def memory_budget(given: int | None, *, num_ranks: int = 1) -> int:
+    """Bytes that a call may take on this rank beyond the state.
+
+    Args:
+        given: What the caller wants; None: what the machine has, see above.
+        num_ranks: Ranks on this machine that do the same, this one among them.
+    """
+    if given is not None:
+        return given
+    return max(LEAST_DEFAULT_BYTES, min(DEFAULT_BYTES, available_bytes() // (2 * num_ranks)))
+
+
+def check_memory(given: int | None, least_bytes: int, what: str) -> None:
+    """Refuse a budget with which `what` cannot be done; None, which is nobody's wish, never is.
+
+    Raises:
+        MemoryBudgetError: says how much is needed.
+    """
+    if given is not None and given < least_bytes:
+        raise MemoryBudgetError(
+            f"memory_bytes is {given}: {what} needs {least_bytes} at least; give so much, or leave it out",
+            least_bytes=least_bytes,
+        )
+
+
+def available_bytes(proc: Path | None = None) -> int:
+    """Host memory that can be filled without others losing theirs; all there is where the system does not say.
+
+    Args:
+        proc: In place of `PROC`.
+    """
+    proc = PROC if proc is None else proc
+    left = _of_machine(proc)
+    for folder in _groups(proc):
+        left = min(left, _of_group(folder, left))
+    return left
+
+
+def _of_machine(proc: Path) -> int:
+    for line in _lines(proc / "meminfo"):
+        name, _, value = line.partition(":")
+        number = value.split()[:1]
+        if name == "MemAvailable" and number and number[0].isdecimal():
+            return int(number[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _of_group(folder: Path, most: int) -> int:
+    """What a control group has left; `most` if it has no limit."""
+    limits = [number for name in _LIMITS if (number := _number(folder / name)) is not None]
+    in_use = next((number for name in _IN_USE if (number := _number(folder / name)) is not None), 0)
+    left = min(limits, default=most + in_use) - in_use
+    if left >= most:
+        return most
+    stated = (line.split() for line in _lines(folder / "memory.stat"))
+    cached = {fields[0]: int(fields[1]) for fields in stated if len(fields) == 2 and fields[0] in _DROPPED}
+    total = [value for name, value in cached.items() if name.startswith("total_")]
+    return max(0, left + sum(total or cached.values()))
+
+
+def _groups(proc: Path) -> Iterator[Path]:
+    """The folders of the control groups of memory that this process is in, each with all above it."""
+    own = {}
+    for line in _lines(proc / "self" / "cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            own["cgroup"] = path
+        elif number == "0" and not controllers:
+            own["cgroup2"] = path
+    for line in _lines(proc / "self" / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, options, fields = after.split()[:1], after.split()[2:3], before.split()
+        of_memory = kind == ["cgroup2"] or (kind == ["cgroup"] and "memory" in ",".join(options).split(","))
+        if of_memory and len(fields) > 4 and kind[0] in own:
+            yield from _upwards(Path(fields[4]), root=PurePosixPath(fields[3]), own=PurePosixPath(own[kind[0]]))
+
+
+def _upwards(mounted: Path, *, root: PurePosixPath, own: PurePosixPath) -> Iterator[Path]:
+    """From the group `own` up to the one whose folder is `mounted`, which is called `root` in this hierarchy."""
+    # A container may be told a path that is not below what is mounted for it: then what is mounted is its own group.
+    inside = own.relative_to(root) if own.is_relative_to(root) and ".." not in own.parts else PurePosixPath()
+    yield from (mounted / each for each in (inside, *inside.parents))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None: there is none, or it says that there is no limit."""
+    text = "".join(_lines(file)[:1]).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text("utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []  # not Linux, or not that version of control groups: the system does not say
