@@ -147,8 +147,9 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
 @click.option(
     "--max-entries", type=click.IntRange(min=1), metavar="N", help="Entries that a state may unfold into; 2^21."
 )
+@click.option("--max-refs", type=click.IntRange(min=1), metavar="N", help="Refs of a kind, deleted ones too; 100,000.")
 @click.pass_context
-def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: int | None) -> None:
+def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: int | None, max_refs: int | None) -> None:
     """Git for PyTorch training state.
 
     A REVISION is a branch, a tag, at least four digits of an id, or HEAD (the default branch);
@@ -157,7 +158,7 @@ def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: in
     settings = ctx.ensure_object(Settings)
     settings.repo = repo if repo is not None else settings.repo
     settings.index = index or settings.index
-    ctx.with_resource(limits(max_entries=max_entries))
+    ctx.with_resource(limits(max_entries=max_entries, max_refs=max_refs))
     if settings.cache is not None:
         from cas_ckpt.core.host_cache import cache_at
 

@@ -235,7 +235,7 @@ _SHELL_WORDS = tuple(
         (r"repo\.holders\(ref, key\)", "cas-ckpt holders REF KEY"),
         (r"Repository\.init\(path\)", "cas-ckpt init"),
         (r"Repository\.init\(url, single_writer=True\)", "cas-ckpt init --single-writer URL"),
-        (r"with cas_ckpt\.limits\(max_entries=\.\.\.\)", "with --max-entries"),
+        (r"with cas_ckpt\.limits\(max_(entries|refs)=\.\.\.\)", r"with --max-\1"),
         (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),
         (r"\b(create|orphan|force|follow_links)=True", lambda found: f"--{found[1].replace('_', '-')}"),
         (r", or open it only to be read \(read_only=True\)", ""),

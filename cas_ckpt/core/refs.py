@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import starmap
+from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cas_ckpt import clock
@@ -33,6 +33,7 @@ from cas_ckpt.errors import (
     shown_value,
 )
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, pack_canonical, seal, unseal
+from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.pack import NAME_BYTES
 from cas_ckpt.storage.store import ListsVersions, Store, exists, few_keys
 from cas_ckpt.transfer.workers import map_all
@@ -64,10 +65,15 @@ _RESERVED = "HEAD"
 
 NONCE_BYTES = 16
 
-MOST_REFS = 100_000
-MOST_REFS_BYTES = 64 * 1024 * 1024
-"""Refs of a repository, and their records together: whoever lists them has all in memory, and they may be a
-stranger's."""
+REF_BYTES = 16 * 1024
+"""Of a record, on average over a listing, for each of the refs that there may be (`cas_ckpt.limits(max_refs=)`): twice
+what one with a full log takes, and long names and a note in it."""
+
+REFS_AT_ONCE = 1_000
+"""Records that are read together, and are in memory together, where requests wait for a network."""
+
+KNOWN_BYTES = 64 * 1024 * 1024
+"""Records that are remembered from look to look: what is beyond is read again. They may be a stranger's."""
 
 MOST_PACKS = 10_000
 """Hints of refs that are remembered at a time."""
@@ -308,7 +314,9 @@ class RefStore:
         """The first ref of this name that has a target, among those of `kinds`; for whoever does not swap it."""
         keys = [ref_key(kind, name) for kind in kinds]
         if self._lists_versions and (len(keys) > 1 or self._one_look() is not None):
-            records = self._records(self._versions(), keys)
+            versions, read = self._versions(), dict[str, bytes]()
+            records = self._records(versions, keys, _Total(self._store.url), read)
+            self._note(versions, read)
         else:
             records = None
         for kind, key in zip(kinds, keys, strict=True):
@@ -327,15 +335,18 @@ class RefStore:
     def list(self, *kinds: RefKind) -> Iterator[Ref]:
         """All refs of `kinds` that have a target, kind by kind, by name; without an argument, of all kinds.
 
-        Files of other names are not refs.
+        Files of other names are not refs. These have neither log nor record (`whole` gives them): who looks at
+        thousands keeps what they name, and not some ten thousand bytes of each.
         """
+        return (replace(ref, log=(), record=b"") for ref in self.whole(*kinds))
+
+    def whole(self, *kinds: RefKind) -> Iterator[Ref]:
+        """The same with logs, and with records to swap."""
         if not self._lists_versions:
             return (ref for kind in kinds or RefKind for ref in self._each(kind) if ref.target is not None)
         versions = self._versions()
         named = [each for kind in kinds or RefKind for each in _names(kind, versions)]
-        records = self._records(versions, [key for _, _, key in named])
-        found = (self._decoded(kind, name, key, records) for kind, name, key in named if key in records)
-        return (ref for ref in found if ref.target is not None)
+        return (ref for ref in self._looked(versions, named) if ref.target is not None)
 
     def every(self) -> Iterator[Ref]:
         """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at.
@@ -357,7 +368,7 @@ class RefStore:
 
         if self._num_requests == 1:
             return map(get, named)
-        return iter(map_all(get, named, num_threads=self._num_requests))
+        return chain.from_iterable(map_all(get, some, num_threads=self._num_requests) for some in _runs(named))
 
     # --- looks that ask once -----------------------------------------------------------------
 
@@ -395,8 +406,20 @@ class RefStore:
             look.update(found)
         return found
 
-    def _records(self, versions: Mapping[str, str], keys: Iterable[str]) -> dict[str, bytes]:
-        """The records under those of `keys` that are there; only what changed is read.
+    def _looked(self, versions: Mapping[str, str], named: Sequence[tuple[RefKind, str, str]]) -> Iterator[Ref]:
+        """These refs, in their order; no more records are in memory than those that are remembered, and some."""
+        total, read = _Total(self._store.url), dict[str, bytes]()
+        try:
+            for some in _runs(named):
+                records = self._records(versions, [key for _, _, key in some], total, read)
+                yield from (self._decoded(*each, records) for each in some if each[2] in records)
+        finally:
+            self._note(versions, read)
+
+    def _records(
+        self, versions: Mapping[str, str], keys: Iterable[str], total: _Total, read: dict[str, bytes]
+    ) -> dict[str, bytes]:
+        """The records under those of `keys` that are there; only what changed is read, and added to `read`.
 
         A record that is replaced between the listing and its reading is remembered under a version that it does not
         have. The next listing shows another version then, and it is read again.
@@ -404,21 +427,32 @@ class RefStore:
         known = self._remembered()
         wanted = [key for key in keys if key in versions]
         changed = [key for key in wanted if key not in known or known[key][0] != versions[key]]
-        total = _Total(self._store.url)
 
         def read_one(key: str) -> bytes:
             record = self._store.get(key)
             return total.counted(record, num_bytes=len(record))
 
-        read = map_all(read_one, changed, num_threads=self._num_requests)
-        if changed:
-            now = {key: each for key, each in known.items() if key in versions}
-            now.update((key, (versions[key], record)) for key, record in zip(changed, read, strict=True))
-            with self._lock:
-                self._known = known = now
-            if self._cache is not None:
-                self._cache.note_refs(now)
-        return {key: known[key][1] for key in wanted}
+        found = dict(zip(changed, map_all(read_one, changed, num_threads=self._num_requests), strict=True))
+        if sum(map(len, read.values())) + sum(map(len, found.values())) <= KNOWN_BYTES:
+            read.update(found)
+        return {key: found[key] if key in found else known[key][1] for key in wanted}
+
+    def _note(self, versions: Mapping[str, str], read: Mapping[str, bytes]) -> None:
+        """Remember what was read, here and for the next process, beside what else is still there."""
+        if not read:
+            return
+        kept = {key: each for key, each in self._remembered().items() if key in versions and key not in read}
+        now = {key: (versions[key], record) for key, record in read.items()}
+        left = KNOWN_BYTES - sum(map(len, read.values()))
+        for key, each in kept.items():
+            left -= len(each[1])
+            if left < 0:
+                break
+            now[key] = each
+        with self._lock:
+            self._known = now
+        if self._cache is not None:
+            self._cache.note_refs(now)
 
     def _decoded(self, kind: RefKind, name: str, key: str, records: Mapping[str, bytes]) -> Ref:
         """The ref in a record that may be from the cache; if that is damaged, as the store has it now."""
@@ -456,7 +490,9 @@ class RefStore:
 
     def announced(self) -> set[str]:
         """Keys of all refs that ever named something, also of those whose record is lost."""
-        return {_REFS + key.removeprefix(NAMES_PREFIX) for key in few_keys(self._store, NAMES_PREFIX)}
+        most = len(RefKind) * current_limits().max_refs
+        keys = few_keys(self._store, NAMES_PREFIX, most=most, instead=f"if they are meant, {_RAISE}")
+        return {_REFS + key.removeprefix(NAMES_PREFIX) for key in keys}
 
     def was_announced(self, key: str) -> bool:
         """Whether the ref under `key` ever named something."""
@@ -529,26 +565,40 @@ class RefStore:
 
 
 class _Total:
-    """How much of a listing of refs came so far, whatever the store says of its length. Threads may share it."""
+    """How much of a listing of refs came so far, whatever the store says of its length. Threads may share it.
+
+    The limit is that of the thread which makes it.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._most = current_limits().max_refs
         self._number = self._num_bytes = 0
 
     def counted(self, found: _T, *, num_bytes: int = 0) -> _T:
         """`found`, which is one more, as long as these may be the refs of one repository.
 
         Raises:
-            TooLargeError: nobody has so many: they are endless, or made to fill memory.
+            TooLargeError: hardly anybody has so many: they are endless, or made to fill memory.
         """
         self._number += not num_bytes
         self._num_bytes += num_bytes
-        if self._number > MOST_REFS or self._num_bytes > MOST_REFS_BYTES:
+        if self._number > self._most or self._num_bytes > self._most * REF_BYTES:
             raise TooLargeError(
-                f"{self._url} has more than {MOST_REFS} refs, or more than {MOST_REFS_BYTES >> 20} MiB of them: delete "
-                "some there"
+                f"{self._url} has more than {self._most} refs of one kind, deleted ones among them, or more than "
+                f"{self._most * REF_BYTES >> 20} MiB of them: if they are meant, {_RAISE}"
             )
         return found
+
+
+_RAISE = "raise the limit: with cas_ckpt.limits(max_refs=...)"
+
+
+def _runs(named: Iterable[_T]) -> Iterator[Sequence[_T]]:
+    """`named` in runs of what is read together."""
+    waiting = iter(named)
+    while some := tuple(islice(waiting, REFS_AT_ONCE)):
+        yield some
 
 
 def _names(kind: RefKind, keys: Iterable[str], *, strict: bool = False) -> Iterator[tuple[RefKind, str, str]]:

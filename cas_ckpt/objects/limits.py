@@ -1,4 +1,4 @@
-"""How much a stored state may unfold into before somebody says that more is meant.
+"""How much a stored state may unfold into, and how many refs there may be, before somebody says that more is meant.
 
 Invariant: what unfolds is counted before it is made.
 """
@@ -16,7 +16,7 @@ from cas_ckpt.errors import InvalidInputError, TooLargeError, shown_value
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a stored state may unfold into, before somebody says that more is meant.
+    """How much a stored state may unfold into, and how many refs there may be, before somebody says that more is meant.
 
     Equal containers are stored once: a tree of 40 small nodes, each naming the next one twice, stands for
     more entries than any memory holds. So what unfolds is counted while it is made; a limit is never
@@ -25,10 +25,13 @@ class Limits:
     Attributes:
         max_entries: Entries of one state, containers among them, each as often as it occurs.
         max_bytes: Bytes of new tensors and arrays in host memory; None: what the system has available.
+        max_refs: Refs of each kind that a listing takes, those that were deleted among them; and so many times 16 KiB
+            of their records, together.
     """
 
     max_entries: int = 1 << 21
     max_bytes: int | None = None
+    max_refs: int = 100_000
 
 
 _DEFAULT = Limits()
@@ -41,18 +44,20 @@ def current_limits() -> Limits:
 
 
 @contextmanager
-def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> Iterator[None]:
+def limits(
+    *, max_entries: int | None = None, max_bytes: int | None = None, max_refs: int | None = None
+) -> Iterator[None]:
     """Other limits for the calls inside of this thread.
 
         with cas_ckpt.limits(max_entries=50_000_000):
             repo.diff("a", "b")
 
     Args:
-        max_entries, max_bytes: See `Limits`; None leaves what holds already.
+        max_entries, max_bytes, max_refs: See `Limits`; None leaves what holds already.
     Raises:
         InvalidInputError: a limit that is below 1, or not a number.
     """
-    given = {"max_entries": max_entries, "max_bytes": max_bytes}
+    given = {"max_entries": max_entries, "max_bytes": max_bytes, "max_refs": max_refs}
     wanted = {name: value for name, value in given.items() if value is not None}
     for name, value in wanted.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:

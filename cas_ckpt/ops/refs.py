@@ -68,7 +68,7 @@ def named(handle: RepositoryHandle, kind: RefKind) -> dict[str, str]:
 def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
     """All pins, by name."""
     found = []
-    for ref in handle.refs.list(RefKind.PIN):
+    for ref in handle.refs.whole(RefKind.PIN):
         if ref.target is not None:
             set_by = next((move for move in reversed(ref.log) if move.new == ref.target), None)
             when, who = (set_by.time_us / 1e6, set_by.author) if set_by else (0.0, "")

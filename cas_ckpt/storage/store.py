@@ -319,15 +319,20 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
-def few_keys(store: Store, prefix: str) -> list[str]:
+def few_keys(
+    store: Store, prefix: str, *, most: int | None = None, instead: str = "nobody writes so many"
+) -> list[str]:
     """The keys that start with `prefix`, under which there are records: few, as long as nobody means harm.
 
+    Args:
+        most: How many that may be; None: `MOST_KEYS`. instead: What the message says of more.
     Raises:
-        TooLargeError: more than `MOST_KEYS`.
+        TooLargeError: more.
     """
-    keys = [key for key, _ in islice(store.list(prefix), MOST_KEYS + 1)]
-    if len(keys) > MOST_KEYS:
-        raise TooLargeError(f"{store.url} has more than {MOST_KEYS} records under {prefix}: nobody writes so many")
+    most = MOST_KEYS if most is None else most
+    keys = [key for key, _ in islice(store.list(prefix), most + 1)]
+    if len(keys) > most:
+        raise TooLargeError(f"{store.url} has more than {most} records under {prefix}: {instead}")
     return keys
 
 

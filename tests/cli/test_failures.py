@@ -64,6 +64,7 @@ def test_every_kind_of_error_is_one_line_and_its_exit_code(
         ('repo.branch("b", start="1234", force=True)', "cas-ckpt branch --force b 1234"),
         ("repo.set_policy(Policy(keep_daily=7)) makes one", "cas-ckpt policy set --keep-daily 7 makes one"),
         ("raise it: with cas_ckpt.limits(max_entries=...)", "raise it: with --max-entries"),
+        ("raise it: with cas_ckpt.limits(max_refs=...)", "raise it: with --max-refs"),
         ("on the command line, cas-ckpt index rebuild makes it", "cas-ckpt index rebuild makes it"),
         ('repo.add_remote("origin", URL) notes one', "cas-ckpt remote add origin URL notes one"),
         ("Repository.init(path) makes one", "cas-ckpt init makes one"),

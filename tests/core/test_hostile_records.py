@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from cas_ckpt.core import forgotten, protocol, refs
 from cas_ckpt.core.config import CONFIG_KEY
 from cas_ckpt.core.forgotten import merge_forgotten, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.protocol import GC_STATE_KEY
-from cas_ckpt.core.refs import RefKind, ref_key
+from cas_ckpt.core.refs import Generation, Move, RefKind, ref_key
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, TooLargeError
 from cas_ckpt.objects import digest as digests
 from cas_ckpt.objects.digest import MAGIC, Digest, object_id, pack_canonical, seal, unpack_canonical, unseal
+from cas_ckpt.objects.limits import limits
 from cas_ckpt.storage import store as stores
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import MOST_VALUE_BYTES
 from tests.builders import commit, new_repository, numbers
+from tests.remote_store import RemoteStore
 
 FORGOTTEN_KEY = f"{forgotten.PREFIX}{'a' * 32}"
 MAIN_KEY = ref_key(RefKind.BRANCH, "main")
@@ -168,22 +171,72 @@ def test_a_listing_of_records_that_does_not_end_is_given_up(
     prefix: str, suffix: str, read: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "MOST_KEYS", 1000)
-    monkeypatch.setattr(refs, "MOST_REFS", 1000)
     store = Endless(MemoryStore(), prefix, suffix)
     placeholder = refs.RefStore(MemoryStore())
     monkeypatch.setattr(refs.RefStore, "get", lambda self, kind, name: made)
     made = placeholder.create_placeholder(RefKind.BRANCH, "x")
-    with pytest.raises(TooLargeError, match="more than 1000"):
+    with limits(max_refs=1000), pytest.raises(TooLargeError, match="more than [14]000"):
         read(store)
 
 
 def test_refs_that_are_large_together_are_refused(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refs, "MOST_REFS_BYTES", 1000)
+    monkeypatch.setattr(refs, "REF_BYTES", 100)
     with Repository.open(there, group=None) as repo:
         for number in range(10):
             repo.tag(f"t{number}", "main")
-        with pytest.raises(TooLargeError, match="more than"):
+        with limits(max_refs=10), pytest.raises(TooLargeError, match="more than"):
             list(repo._handle.refs.list())
+
+
+def busy(store: MemoryStore, number: int) -> None:
+    """A branch with a log as full as it gets."""
+    held, target = refs.RefStore(store), ids(2)[1]
+    ref = held.create_placeholder(RefKind.BRANCH, f"research/{number:05}-learning-rate-0.0003-batch-4096")
+    at_us, author = 1_790_000_000_000_000, "ann@node-17.cluster.example.com"
+    moves = [Move(at_us + at, target, target, "branch: set to main~12", author) for at in range(refs.MAX_LOG)]
+    for move in moves[:-1]:
+        ref = replace(ref, log=(*ref.log, move))
+    held.swap(ref, target, generation=Generation(), move=moves[-1])
+
+
+def test_as_many_refs_as_are_allowed_may_all_have_full_logs() -> None:
+    store = MemoryStore()
+    for number in range(50):
+        busy(store, number)
+    with limits(max_refs=50):
+        assert len(list(refs.RefStore(store).every())) == len(list(refs.RefStore(store).list())) == 50
+    with limits(max_refs=49), pytest.raises(TooLargeError, match="max_refs"):
+        list(refs.RefStore(store).list())
+    assert max(size for _, size in store.list("refs/")) < refs.REF_BYTES / 1.5
+
+
+def test_who_only_looks_at_refs_holds_neither_their_logs_nor_their_records() -> None:
+    store = MemoryStore()
+    for number in range(300):
+        busy(store, number)
+    held = sum(size for _, size in store.list("refs/"))
+    for seen in (RemoteStore(store), store):
+        looks = refs.RefStore(seen, num_requests=4 if seen is not store else 1)
+        tracemalloc.start()
+        found = list(looks.list())
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert len(found) == 300 and found[0].target == ids(2)[1]
+        assert taken < (held / 4 if seen is store else 1.5 * held)  # of a store far away records are remembered
+
+
+def test_no_more_records_of_a_store_far_away_are_remembered_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    for number in range(30):
+        busy(store, number)
+    record = max(size for _, size in store.list("refs/"))
+    monkeypatch.setattr(refs, "KNOWN_BYTES", 10 * record)
+    monkeypatch.setattr(refs, "REFS_AT_ONCE", 3)
+    far = RemoteStore(store)
+    looks = refs.RefStore(far)
+    for _ in range(2):
+        assert len(list(looks.list())) == 30
+    assert 40 < far.asked["get"] <= 60 and len(looks._remembered()) <= 10
 
 
 def test_commits_that_were_forgotten_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,6 @@ def test_a_number_of_threads_that_no_machine_has_is_refused(repo: Repository, nu
 
 @pytest.mark.parametrize("number", [0, -1, 0.5, "2", True, float("nan")], ids=repr)
 def test_a_limit_that_is_no_number_from_1_on_is_refused(number: object) -> None:
-    for name in ("max_entries", "max_bytes"):
+    for name in ("max_entries", "max_bytes", "max_refs"):
         with pytest.raises(InvalidInputError, match=name), limits(**{name: number}):  # type: ignore[arg-type]
             raise AssertionError("it was taken")

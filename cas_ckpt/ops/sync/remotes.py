@@ -178,7 +178,7 @@ def _require_unneeded(handle: RepositoryHandle, remote: Remote) -> None:
 
 def _take_remote_away(handle: RepositoryHandle, gone: Remote) -> Remote:
     name = gone.name
-    for ref in _of(name, list(handle.refs.list(RefKind.REMOTE))):
+    for ref in _of(name, list(handle.refs.whole(RefKind.REMOTE))):
         take_away(handle, ref, f"remote {name} removed")
     change_settings(handle.store, lambda held: held.without_remote(name))
     note_push(handle.store, name, None)
