@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cas_ckpt.core.refs import Head
     from cas_ckpt.errors import (
         AmbiguousIdError,
+        BackgroundCommitError,
+        CancelledError,
         CkptError,
         ConflictError,
         CorruptionError,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         PeerError,
         PermissionDeniedError,
         SignatureError,
+        StillPendingError,
         StorageError,
         TooLargeError,
         TransientStorageError,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from cas_ckpt.repository import Repository
     from cas_ckpt.signing.keys import SigningKey
     from cas_ckpt.signing.trust import Trust
+    from cas_ckpt.training.background.pending import PendingCommit
     from cas_ckpt.training.per_rank import PerRank, RNGState
     from cas_ckpt.training.retention_hook import RetentionHook
     from cas_ckpt.training.stateful import StateDict
@@ -52,6 +56,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmbiguousIdError",
+    "BackgroundCommitError",
+    "CancelledError",
     "CheckoutReport",
     "CkptError",
     "CommitInfo",
@@ -73,6 +79,7 @@ __all__ = [
     "OutOfSpaceError",
     "PartialRestoreError",
     "PeerError",
+    "PendingCommit",
     "PerRank",
     "PermissionDeniedError",
     "Policy",
@@ -82,6 +89,7 @@ __all__ = [
     "SignatureError",
     "SigningKey",
     "StateDict",
+    "StillPendingError",
     "StorageError",
     "TooLargeError",
     "TransientStorageError",
@@ -102,6 +110,7 @@ _MODULES = {
     "cas_ckpt.repository": ("Repository",),
     "cas_ckpt.signing.keys": ("SigningKey",),
     "cas_ckpt.signing.trust": ("Trust",),
+    "cas_ckpt.training.background.pending": ("PendingCommit",),
     "cas_ckpt.training.per_rank": ("PerRank", "RNGState"),
     "cas_ckpt.training.retention_hook": ("RetentionHook",),
     "cas_ckpt.training.stateful": ("StateDict",),

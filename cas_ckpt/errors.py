@@ -19,6 +19,9 @@
     │   ├── TransientStorageError        a retry may help                   retried already; try later
     │   ├── PermissionDeniedError        read-only, access denied           fix the rights
     │   └── OutOfSpaceError              no space left                      free space, commit again
+    ├── BackgroundCommitError            a commit in the background failed  see its cause; commit again
+    ├── CancelledError                   a pending commit was cancelled     nothing
+    ├── StillPendingError (TimeoutError) it has not ended in time           wait longer
     ├── PeerError                        another rank failed or is gone     mend that rank; abort the step together
     └── InternalError                    our bug                            report it
 
@@ -147,6 +150,18 @@ class PermissionDeniedError(StorageError):
 
 class OutOfSpaceError(StorageError):
     """No space is left on the device or in the quota."""
+
+
+class BackgroundCommitError(CkptError):
+    """An earlier `commit_async` failed (the cause is chained) and nobody has asked for its result; raised once."""
+
+
+class CancelledError(CkptError):
+    """A pending commit was cancelled: it is not made."""
+
+
+class StillPendingError(CkptError, TimeoutError):
+    """A pending commit has not ended within the time that the caller gave it; it goes on."""
 
 
 class PeerError(CkptError):

@@ -239,6 +239,10 @@ class SavePlan:
                     first += count
         return found
 
+    def straddles(self, tensor: int) -> bool:
+        """Whether a cell of the tensor straddles ranks."""
+        return bool(self._of[tensor][0].straddling)
+
     def straddling_cells(self, rank: int, batch: int) -> list[StraddlingCell]:
         """The straddling cells of one batch of which `rank` acts for a part, by (tensor, cell)."""
         found = []

@@ -57,6 +57,39 @@ class ArraySource(Protocol):
         ...
 
 
+class StagedSource(ArraySource, Protocol):
+    """A source whose bytes are those of one moment, whatever their owner does afterwards.
+
+    The save step tells it when it will not read again; a snapshot that does not hold raises there, before anything is
+    published. Other sources lack both names: see `is_private` and `saved`.
+    """
+
+    @property
+    def is_private(self) -> bool:
+        """Nobody writes what `read` gives from now on until the commit has ended: it needs no copy to be hashed."""
+        ...
+
+    def saved(self) -> None:
+        """Every byte that this attempt of the commit needs was hashed, and copied or written, unless it is private.
+
+        Raises:
+            CkptError: what was read was not all of the moment of the snapshot.
+        """
+        ...
+
+
+def is_private(source: ArraySource) -> bool:
+    """Whether what `source` gives from now on belongs to the commit alone: hashed and written as it is, uncopied."""
+    return getattr(source, "is_private", False)
+
+
+def saved(source: ArraySource) -> None:
+    """Tell `source`, if it is a `StagedSource`, that this attempt of the commit has saved all of it."""
+    report = getattr(source, "saved", None)
+    if report is not None:
+        report()
+
+
 class ArrayTarget(Protocol):
     """Where the elements of one tensor go to. May be called from several threads."""
 

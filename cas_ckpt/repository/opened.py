@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from cas_ckpt.transfer.peers import collective_errors
 if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
     from cas_ckpt.ops.sync.tier import BackgroundPushes
+    from cas_ckpt.training.background.commits import BackgroundCommits
 
 
 class Opened:
@@ -27,13 +29,44 @@ class Opened:
         self._ranks = ranks or Ranks(group, timeout_s)
         self._frozen: FrozenMemory | None = None
         self._pushes: BackgroundPushes | None = None
+        self._background: BackgroundCommits | None = None
         self._committing = threading.Lock()
 
     @contextmanager
     def _common_work(self, verb: str) -> Iterator[None]:
         """Where a verb runs (see `reads_arguments`): one commit or checkout at a time, each one work of all ranks."""
-        if verb not in ("commit", "checkout"):
+        if verb == "commit_async":
+            with self._in_background().calling(self._ranks.background):
+                yield
+        elif verb in ("commit", "checkout"):
+            self._wait_for_pending()
+            with self._turn(), collective_errors(self._ranks.peers):
+                if verb == "commit" and self._background is not None:
+                    self._background.queue.raise_failure()
+                yield
+        else:
             yield
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """No other commit or checkout through this object runs inside."""
+        with self._committing:
+            yield
+
+    def _in_background(self) -> BackgroundCommits:
+        """The commits in the background of this process."""
+        if self._background is None or self._background.queue.pid != os.getpid():
+            from cas_ckpt.training.background.commits import BackgroundCommits
+
+            self._background = BackgroundCommits(self._handle, self._turn)
+        return self._background
+
+    def _wait_for_pending(self) -> None:
+        """Commits in the background that were begun before come before what is begun now."""
+        if self._background is None or self._background.queue.pid != os.getpid():
             return
-        with self._committing, collective_errors(self._ranks.peers):
-            yield
+        try:
+            self._background.queue.drain()
+        except BaseException:
+            with collective_errors(self._ranks.peers):  # the others would wait for this rank
+                raise

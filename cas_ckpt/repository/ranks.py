@@ -29,6 +29,7 @@ class Ranks:
         self.group = group
         self._timeout_s = timeout_s
         self._own: Peers | None = None
+        self._own_background: Peers | None = None
         self._closed = False
 
     @property
@@ -52,6 +53,22 @@ class Ranks:
 
             self._own = GroupPeers(None if is_named else self.group, timeout_s=self._timeout_s)
         return self._own
+
+    @property
+    def background(self) -> Peers:
+        """The same ranks over connections of their own, for commits in the background; collective the first time.
+
+        `Peers` that were given are these, too: then no other work of theirs may run meanwhile.
+        """
+        peers = self.peers
+        if self._own is None:
+            return peers
+        if self._own_background is None:
+            from cas_ckpt.training.process_group import GroupPeers
+
+            named = None if isinstance(self.group, str) else self.group
+            self._own_background = GroupPeers(named, timeout_s=self._timeout_s)
+        return self._own_background
 
     def open_in_turn(
         self, call: Call, first: Callable[[], RepositoryHandle], others: Callable[[], RepositoryHandle]
@@ -82,6 +99,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the group that was made here; no work together is begun any more. Idempotent."""
         self._closed = True
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        for own in (self._own_background, self._own):
+            if own is not None:
+                own.close()
+        self._own = self._own_background = None

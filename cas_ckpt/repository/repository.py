@@ -214,17 +214,25 @@ class Repository(
         return cls(handle)
 
     def close(self) -> None:
-        """Wait for what `commit(push_to=)` left to be pushed, then release files and connections. Idempotent.
+        """Wait for pending commits, and for what `push_to=` left to be pushed; then release files and connections.
+
+        Idempotent.
 
         Raises:
-            Whatever the last push raised; all is released, and the next process pushes what is missing there.
+            BackgroundCommitError: a pending commit failed, and nobody has heard of it yet. Whatever the last push
+            raised. All is released then, too, and the next process pushes what is missing there.
         """
         try:
-            self.wait_pushed()
+            try:
+                self.drain()
+            finally:
+                self.wait_pushed()
         finally:
             self._release()
 
     def _release(self) -> None:
+        if self._background is not None:
+            self._background.close()
         self._ranks.close()
         self._handle.close()
 
@@ -235,6 +243,8 @@ class Repository(
         if kind is None:
             self.close()
         else:
+            if self._background is not None:
+                self._background.finish()  # what is staged is nowhere else; what it fails of is in the log
             self._release()  # nobody waits for a push while an error is on its way; the next process pushes it
 
     def __repr__(self) -> str:

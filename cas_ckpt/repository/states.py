@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.arguments import reads_arguments
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.commit.request import CommitRequest
     from cas_ckpt.ops.files.export import ExportInfo
+    from cas_ckpt.training.background.pending import PendingCommit
     from cas_ckpt.training.verbs import CheckoutReport
 
 
@@ -79,35 +83,112 @@ class StateVerbs(Opened):
             SignatureError: the branch takes signed commits only, and this is not signed as it wants.
             MemoryBudgetError: `memory_bytes` is too little; says how much is needed. Nothing was written.
         """
-        from cas_ckpt.ops.commit.request import CommitRequest
         from cas_ckpt.training.verbs import commit_state
 
-        caller = sys._getframe(2)  # behind what reads the arguments
-        request = CommitRequest(
-            branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-            metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
-            provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
-            frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes,
-            replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
-            sign=given_key(sign) if self._ranks.peers.rank == 0 else None,
-            called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+        request = self._request(
+            sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+            metrics=metrics, meta=meta, parents=parents, lineage=lineage, provenance=provenance,
+            on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check, frozen_audit=frozen_audit,
+            allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, replica_check=replica_check,
+            replica_audit=replica_audit, on_divergence=on_divergence, sign=sign,
         )  # fmt: skip
-        if frozen is not None and self._frozen is None:
-            from cas_ckpt.ops.commit.frozen import FrozenMemory
-
-            self._frozen = FrozenMemory()
-        pushes = None
-        if push_to is not None and self._ranks.peers.rank == 0:
-            from cas_ckpt.ops.sync.tier import BackgroundPushes, make_tier
-
-            make_tier(self._handle, push_to)
-            pushes = self._pushes = self._pushes or BackgroundPushes(self._handle)
+        push = self._pushing(push_to)
         made = commit_state(
             self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
         )
-        if push_to is not None and pushes is not None:
-            pushes.wake(push_to)
+        if push is not None:
+            push()
         return made
+
+    def commit_async(
+        self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
+        orphan: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
+        frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
+        allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
+        on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
+        memory_bytes: int | None = None, staging_bytes: int | None = None, snapshot: str = "copy",
+        worker: str = "thread", max_in_flight: int = 1, progress: Progress | bool = False,
+    ) -> PendingCommit:  # fmt: skip
+        """Begin a commit of `state` as it is now, and return while it goes on in the background.
+
+        The commit is the state at the moment of the call, whatever becomes of the state afterwards. Commits of one
+        object land in the order of the calls, those of `commit` among them; `commit`, `checkout` and `close` wait for
+        what is pending. `head` moves when each is made. In a distributed job all ranks call it together; it goes on
+        over connections of its own, and what one rank fails of fails the commit on all.
+
+        What a commit fails of is logged at once, and raised by `result`; if nobody has asked for that, by the next
+        `commit` or `commit_async` (as the cause of a BackgroundCommitError), or by `close`.
+
+        Args:
+            state: As for `commit`, as are all arguments that are not named here.
+            staging_bytes: Memory that the staged states of this object may take together, on this rank, and that it
+                keeps for the next one. None: half of what is available. A state that is larger is saved in part while
+                the call lasts: it returns as soon as the rest fits.
+            snapshot: "copy": the state is copied while the call lasts.
+            worker: "thread": the commit is made by a thread of this process.
+            max_in_flight: Commits that may be pending, this one included: the call waits until there are fewer.
+        Raises:
+            BackgroundCommitError: an earlier commit failed, and nobody has heard of it yet; nothing was begun.
+            Else as `commit`, but for what only making the commit shows: that is raised by `result`.
+        """
+        from cas_ckpt.training.background.commits import AsyncOptions
+
+        options = AsyncOptions(staging_bytes, snapshot, worker, max_in_flight)
+        request = self._request(
+            sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+            metrics=metrics, meta=meta, parents=parents, lineage=lineage, provenance=provenance,
+            on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check, frozen_audit=frozen_audit,
+            allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, replica_check=replica_check,
+            replica_audit=replica_audit, on_divergence=on_divergence, sign=sign,
+        )  # fmt: skip
+        push = self._pushing(push_to)
+        return self._in_background().commit(
+            state, request, options, peers=self._ranks.background, memory=self._frozen, progress=shown(progress),
+            on_made=push,
+        )  # fmt: skip
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no commit is pending; whether none is. What a preempted job calls before it ends.
+
+        Args:
+            timeout_s: Wait no longer than this.
+        Raises:
+            BackgroundCommitError: one failed, and nobody has heard of it yet. InvalidInputError: in a callback.
+        """
+        if self._background is None or self._background.queue.pid != os.getpid():
+            return True
+        done = self._background.queue.drain(timeout_s)
+        self._background.queue.raise_failure()
+        return done
+
+    def _request(
+        self, caller: FrameType, *, sign: Any, metrics: Mapping[str, float] | None, **given: Any
+    ) -> CommitRequest:
+        """What is committed how; `caller` has called the verb."""
+        from cas_ckpt.ops.commit.request import CommitRequest
+
+        if given["frozen"] is not None and self._frozen is None:
+            from cas_ckpt.ops.commit.frozen import FrozenMemory
+
+            self._frozen = FrozenMemory()
+        return CommitRequest(
+            metrics={} if metrics is None else metrics,
+            sign=given_key(sign) if self._ranks.peers.rank == 0 else None,
+            called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+            **given,
+        )
+
+    def _pushing(self, push_to: str | None) -> Callable[[], None] | None:
+        """What begins a push to the remote `push_to` once a commit is made; None: nothing does, here."""
+        if push_to is None or self._ranks.peers.rank != 0:
+            return None
+        from cas_ckpt.ops.sync.tier import BackgroundPushes, make_tier
+
+        make_tier(self._handle, push_to)
+        pushes = self._pushes = self._pushes or BackgroundPushes(self._handle)
+        return partial(pushes.wake, push_to)
 
     def checkout(
         self,

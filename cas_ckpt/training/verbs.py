@@ -97,6 +97,16 @@ def commit_state(
     Raises:
         As for `commit_tree` and `capture_state`.
     """
+    tree, request = captured(state, request, peers)
+    return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
+
+
+def captured(state: Mapping[str, Any], request: CommitRequest, peers: Peers) -> tuple[Container, CommitRequest]:
+    """`state` as a tree that reads live memory, in the numbers of the group; and `request` with the keys it stands for.
+
+    Raises:
+        As `capture_state`. UnsupportedValueError: a rank outside the group has a part of a tensor.
+    """
     patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
     if REQUIRES_GRAD in patterns:
         others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
@@ -106,7 +116,7 @@ def commit_state(
     numbers = numbers_of(peers) if hasattr(peers, "members") else None
     if numbers is not None:
         tree = with_tensors(tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path)))
-    return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
+    return tree, request
 
 
 def checkout_state(

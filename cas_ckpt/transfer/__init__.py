@@ -15,6 +15,7 @@ Restoring:
     6. scan.py reads packs from front to end, for fsck
 
 Between stores: copying.py copies extents as they are stored, verified, into new packs of another store.
+staging.py has the memory that a state is copied into for a commit in the background, and copies it.
 background.py does work again and again behind the back of whoever asks for it.
 
 Several ranks: peers.py is how a rank sees the others, and how an error of one ends the work of all.

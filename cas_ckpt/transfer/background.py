@@ -32,8 +32,8 @@ class Background:
         with self._changed:
             self._asked = True
             if not self._running:
-                self._running = True
                 threading.Thread(target=self._loop, name="cas-ckpt-background", daemon=True).start()
+                self._running = True  # not if there is no thread to be had; it waits for this lock before it looks
 
     def _loop(self) -> None:
         while True:

@@ -158,6 +158,7 @@ def save_tensors(
     expect_new: bool,
     progress: Progress,
     memory_bytes: int | None = None,
+    on_saved: Callable[[TensorWork], object] | None = None,
 ) -> None:
     """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
 
@@ -165,18 +166,52 @@ def save_tensors(
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
         memory_bytes: Most memory for buffers; None: see memory.py.
+        on_saved: Told of every work once, by some thread, when none of its cells is read any more.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
     most = max(2, memory_budget(memory_bytes) // BATCH_BYTES)  # one may wait in the sink for another
     buffers = _Buffers(min(num_threads + SPARE_BUFFERS, most))
-    make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new)
+    left = None if on_saved is None else _Left(on_saved)
+    make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new, left)
+    batches = _batches(works if left is None else left.counted(works))
     if num_threads > 1:
-        run_all(_batches(works), make_worker, num_threads=num_threads)
+        run_all(batches, make_worker, num_threads=num_threads)
         return
     worker = make_worker()
-    for batch in _batches(works):
+    for batch in batches:
         worker(batch)
+
+
+class _Left:
+    """Counts, for all threads, the cells of every work that have still to be saved."""
+
+    def __init__(self, on_saved: Callable[[TensorWork], object]) -> None:
+        self._on_saved = on_saved
+        self._cells: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def counted(self, works: Iterable[TensorWork]) -> Iterator[TensorWork]:
+        """`works`, each counted as it is taken."""
+        for work in works:
+            number = work.grid.num_cells if work.cells is None else len(work.cells)
+            if number:
+                with self._lock:
+                    self._cells[id(work)] = number
+            else:
+                self._on_saved(work)
+            yield work
+
+    def done(self, batch: list[Unit]) -> None:
+        """These are saved."""
+        finished = []
+        with self._lock:
+            for work, group in batch:
+                self._cells[id(work)] -= len(group)
+                if not self._cells[id(work)]:
+                    finished.append(work)
+        for work in finished:
+            self._on_saved(work)
 
 
 def _batches(works: Iterable[TensorWork]) -> Iterator[list[Unit]]:
@@ -216,8 +251,9 @@ class _BatchSaver:
 
     def __init__(
         self, sink: ChunkSink, claims: Claims, buffers: _Buffers, policy: codec.EncodingPolicy,
-        progress: Progress, expect_new: bool,
+        progress: Progress, expect_new: bool, left: _Left | None,
     ) -> None:  # fmt: skip
+        self._left = left
         self._sink = sink
         self._claims = claims
         self._buffers = buffers
@@ -246,6 +282,8 @@ class _BatchSaver:
         for cell in cells:
             num_bytes += cell.num_bytes
         self._expect_new = num_new * 2 > len(cells)
+        if self._left is not None:
+            self._left.done(batch)
         self._progress.advance(num_bytes)
 
     def _hash_in_place(self, batch: list[Unit], cells: list[_Cell]) -> list[_Cell]:

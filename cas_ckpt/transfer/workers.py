@@ -6,6 +6,7 @@ error is raised here, the rest of the list is left, and no thread is still runni
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -192,3 +193,14 @@ def call_within(
         if give_up() or clock.monotonic_s() >= deadline_s:
             raise StillRunning
     return begun.result()
+
+
+def before_threads_end(call: Callable[[], object]) -> None:
+    """Call `call` when the interpreter ends, as long as threads and executors still take work.
+
+    What `atexit` calls comes after executors were closed, such as those that send the parts of values to a bucket.
+    """
+    import concurrent.futures.thread  # noqa: F401  # its own end comes after those that register later
+
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(call)

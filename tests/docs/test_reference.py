@@ -25,6 +25,9 @@ METHODS = [name for name, _ in inspect.getmembers(Repository, callable) if not n
 OTHERS = ["Lineage", "PerRank", "Policy", "RNGState", "RetentionHook", "limits", "register_type"]
 ROW = re.compile(r"^\| `\*{0,2}(\w+)` \| `(.*?)` \| (.*?) \| (.+) \|$", re.MULTILINE)
 
+OF_THE_QUEUE = {"watch", "begin", "end", "take_failure", "counted", "add_saved"}
+"""Methods of a `PendingCommit` that make it go on: for the library."""
+
 Argument = tuple[str, str, str]
 """Name, type and default, as a row of the page has them."""
 
@@ -136,7 +139,13 @@ def test_the_classes_that_methods_return_are_all_listed() -> None:
     returned = {inspect.signature(getattr(Repository, name)).return_annotation for name in METHODS}
     names = {name for text in returned for name in re.findall(r"[A-Z]\w+", str(text))}
     listed = set(re.findall(r"^\| `([A-Z]\w+)` \|", TEXT.partition("## Results")[2], re.MULTILINE))
-    assert names - {"Repository", "None", "Any", "Iterator"} - listed == set()
+    assert names - {"Repository", "None", "Any", "Iterator", "PendingCommit"} - listed == set()
+
+
+def test_what_a_pending_commit_has_is_described() -> None:
+    text = TEXT.partition("#### Pending commits")[2].partition("\n### ")[0]
+    names = {name for name in vars(cas_ckpt.PendingCommit) if not name.startswith("_")} - OF_THE_QUEUE
+    assert {name for name in names if not re.search(rf"`{name}(\(|`)", text)} == set()
 
 
 def test_errors_have_their_exit_codes_and_all_are_listed() -> None:

@@ -287,7 +287,8 @@ def test_a_repository_that_is_only_read_is_not_written(tmp_path: Path, index: st
 def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
-        "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named", "PerRank",
+        "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named",
+        "PendingCommit", "PerRank",
         "Policy", "RNGState", "Repository", "RetentionHook", "SigningKey", "StateDict", "Trust", "__version__",
         "limits", "register_type",
     }  # fmt: skip
@@ -301,7 +302,8 @@ def test_public_methods_are_these() -> None:
     methods = {name for name in dir(Repository) if not name.startswith("_")}
     assert methods == {
         "apply_policy", "best", "branch", "branches", "checkout", "clear_policy", "clear_signers", "close", "commit",
-        "commit_stats", "compare_plans", "default_branch", "delete_branch", "delete_tag", "diff", "du", "entry",
+        "commit_async", "commit_stats", "compare_plans", "default_branch", "delete_branch", "delete_tag", "diff",
+            "drain", "du", "entry",
         "export", "find", "find_commits",
         "forget", "freed", "fsck", "gc", "head", "holders", "import_file", "init", "is_ancestor", "latest", "lineage",
         "load",

@@ -68,6 +68,7 @@ class Recorder:
 
 VERBS: dict[str, Callable[[Repository, Path, Any], object]] = {
     "commit": lambda repo, path, progress: repo.commit(a_state(3), progress=progress),
+    "commit_async": lambda repo, path, progress: repo.commit_async(a_state(3), progress=progress).result(),
     "checkout": lambda repo, path, progress: repo.checkout("main", into=a_state(4), progress=progress),
     "load": lambda repo, path, progress: repo.load("main", progress=progress),
     "read": lambda repo, path, progress: repo.read("main", "w1", progress=progress),

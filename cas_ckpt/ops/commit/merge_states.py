@@ -129,6 +129,8 @@ def _walk(item: Item, path: Path, allow_pickle: bool, ties: dict[Any, str]) -> I
         yield DescribedTensor(path, item.spec, item.flavor, item.placement, tie, inline)
     elif isinstance(item, ValueItem):
         yield DescribedValue(path, encode_value(item.value, key=key, allow_pickle=allow_pickle))
+    elif isinstance(item, EncodedValue):
+        yield DescribedValue(path, item.data)
     else:
         raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
 

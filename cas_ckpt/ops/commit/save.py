@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session
@@ -25,7 +26,7 @@ from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import Container, TensorItem
+from cas_ckpt.objects.state import Container, TensorItem, saved
 from cas_ckpt.ops.commit.draft import Draft
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory, Hashed
 from cas_ckpt.ops.commit.request import CommitRequest
@@ -146,6 +147,12 @@ def save_alone(
     return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
 
 
+def _saved(straddling: StraddlingSaver | None, work: TensorWork) -> None:
+    """Let the source know that its whole cells are saved; one that has others hears of it when those are."""
+    if straddling is None or not straddling.has_cells_of(work):
+        saved(work.source)
+
+
 def save_chunks(
     handle: RepositoryHandle,
     works: Iterable[TensorWork],
@@ -172,6 +179,7 @@ def save_chunks(
         save_tensors(
             works, sink, claims=claims, policy=policy, num_threads=num_threads, memory_bytes=memory_bytes,
             expect_new=not handle.holds_chunks(), progress=progress,
+            on_saved=partial(_saved, straddling),
         )  # fmt: skip
         if straddling is not None:
             straddling.run(sink, claims, policy)

@@ -23,6 +23,7 @@ from cas_ckpt.layout.save_plan import SavePlan, StraddlingCell
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.state import saved
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
@@ -80,6 +81,11 @@ class StraddlingSaver:
         self._num_threads = num_threads
         self.named: dict[tuple[int, int], Digest] = {}
         """(tensor, cell) -> chunk id, for the cells of which this rank is the home."""
+        self._straddling = {id(work): work for at, work in enumerate(works) if plan.straddles(at)}
+
+    def has_cells_of(self, work: TensorWork) -> bool:
+        """Whether cells of this tensor straddle ranks, so that it is read until `run` has returned."""
+        return id(work) in self._straddling
 
     def run(self, sink: ChunkSink, claims: Claims, policy: codec.EncodingPolicy) -> None:
         """Save all batches. Collective; raises what went wrong here, or PeerError.
@@ -96,6 +102,8 @@ class StraddlingSaver:
             self._name(cells, digests)
             verdicts = self._exchange(self._verdicts_out(cells, claims))
             self._write(cells, verdicts, sink, policy)
+        for work in self._straddling.values():
+            saved(work.source)
 
     def _exchange(self, messages: list[list[Buffer]]) -> list[_Cursor]:
         return [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]

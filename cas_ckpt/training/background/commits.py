@@ -1,0 +1,247 @@
+"""What a call of `commit_async` does, and what becomes of it in the background.
+
+    1. `admit`: wait for the turn of the call; a failure that nobody has heard of is raised here.
+    2. Capture the state and settle the request: nothing of them is looked at later that the caller may change.
+    3. Submit the commit; it waits until it `may_begin`.
+    4. Stage: at the call (`snapshot="copy"`), or behind it. What cannot be staged is saved meanwhile.
+    5. The thread of the queue makes the commit of the staged tree, by whatever `worker` says; then the memory is free.
+
+Invariant: whatever the call raises, the other ranks hear of it: what is submitted for a call that failed fails there,
+inside of `collective_errors`. Knows nothing of stores or chunks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.core.tree import python_gc_paused
+from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.objects.limits import available_bytes
+from cas_ckpt.objects.state import Container
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.commit.commit import commit_live
+from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.training.background.pending import PendingCommit
+from cas_ckpt.training.background.queue import CommitQueue
+from cas_ckpt.training.background.staged import Snapshot
+from cas_ckpt.training.verbs import captured
+from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
+from cas_ckpt.transfer.staging import StagingPool
+from cas_ckpt.transfer.workers import thread_count
+
+VERB = "commit_async"
+
+
+class SnapshotKind(StrEnum):
+    """When the state is copied."""
+
+    COPY = "copy"
+    LAZY = "lazy"
+
+
+class WorkerKind(StrEnum):
+    """Where the commit is made."""
+
+    THREAD = "thread"
+    PROCESS = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncOptions:
+    """How a commit goes on in the background.
+
+    Attributes:
+        staging_bytes: What all staged states of the repository may hold together, on this rank; None: half of the
+            memory that is available, and what is held already.
+        max_in_flight: Commits that may be pending, this one included; further calls wait.
+    """
+
+    staging_bytes: int | None = None
+    snapshot: str = SnapshotKind.COPY
+    worker: str = WorkerKind.THREAD
+    max_in_flight: int = 1
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            InvalidInputError: says which option.
+        """
+        for name, kind in (("snapshot", SnapshotKind), ("worker", WorkerKind)):
+            given = getattr(self, name)
+            if given not in list(kind):
+                wanted = " or ".join(repr(each.value) for each in kind)
+                raise InvalidInputError(f"{name} is {shown_value(given)}: give {wanted}")
+        if self.staging_bytes is not None and self.staging_bytes < 0:
+            raise InvalidInputError(f"staging_bytes is {self.staging_bytes}: give bytes from 0 on, or None")
+        if self.max_in_flight < 1:
+            raise InvalidInputError(f"max_in_flight is {self.max_in_flight}: give a number from 1 on")
+
+
+class BackgroundCommits:
+    """The commits in the background of one open repository. Threads may share it.
+
+    Args:
+        turn: A context in which no other commit or checkout of the repository runs.
+    """
+
+    def __init__(self, handle: RepositoryHandle, turn: Callable[[], AbstractContextManager[object]]) -> None:
+        self._handle, self._turn = handle, turn
+        self._pool: StagingPool | None = None
+        self._calls = threading.Lock()
+        self._heard: list[BaseException] = []
+        self.queue = CommitQueue()
+
+    @contextmanager
+    def calling(self, peers: Peers) -> Iterator[None]:
+        """A call of `commit_async`: what is raised inside is told to the other ranks, as the end of this commit."""
+        try:
+            yield
+        except BaseException as error:
+            if error in self._heard:
+                self._heard.remove(error)
+            elif peers.size > 1:
+                pending = PendingCommit("a commit that could not begin")
+                pending.told = True
+                self.queue.submit(pending, _failing(error, peers))
+            raise
+
+    def commit(
+        self, state: Mapping[str, Any], request: CommitRequest, options: AsyncOptions, *, peers: Peers = SOLO,
+        memory: FrozenMemory | None = None, progress: Progress = SILENT,
+        on_made: Callable[[], object] | None = None,
+    ) -> PendingCommit:  # fmt: skip
+        """Begin a commit of `state` as it is now; see `Repository.commit_async`.
+
+        Args:
+            on_made: Called in the background once it is made.
+        """
+        options.check()
+        self.queue.refuse_worker()
+        with self._calls:  # of two threads that call at once, one stages after the other
+            self.queue.admit(options.max_in_flight)
+            request = settled(request)
+            tree, request = captured(state, request, peers)
+            with python_gc_paused():
+                snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle)
+            pending = PendingCommit(_described(request))
+            pending.watch(snapshot, self.queue.is_worker)
+            job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made)
+            try:
+                self.queue.submit(pending, job.run)
+                self._stage(snapshot, options, job, pending, thread_count(request.num_threads))
+            except BaseException as error:
+                job.fail_with(error)
+                pending.told = True
+                if pending.done() or pending in self.queue.pending():
+                    self._heard.append(error)
+                raise
+        return pending
+
+    def _stage(
+        self, snapshot: Snapshot, options: AsyncOptions, job: _Commit, pending: PendingCommit, num_threads: int
+    ) -> None:
+        """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
+        pool = self._pool = self._pool or StagingPool()
+        budget = options.staging_bytes
+        if budget is None:
+            budget = pool.held_bytes + available_bytes() // 2
+        fits = snapshot.take_room(pool, budget)
+        if not fits and len(self.queue.pending()) > 1:  # it has to wait for those before it anyway
+            self.queue.wait_turn(pending)
+            snapshot.give_room()
+            fits = snapshot.take_room(pool, budget)
+        if fits:
+            snapshot.stage_all(num_threads=num_threads)
+            job.may_begin.set()
+        else:
+            job.may_begin.set()
+            snapshot.stage_from_back(num_threads=num_threads)
+
+    def make(self, tree: Container, request: CommitRequest, peers: Peers, **rest: Any) -> CommitInfo:
+        """Make the commit, in this thread."""
+        with self._turn(), collective_errors(peers):
+            return commit_live(self._handle, tree, request, peers=peers, **rest)
+
+    def finish(self) -> None:
+        """Wait for what is pending while an error is on its way; nothing is raised of it."""
+        if self.queue.pid == os.getpid() and not self.queue.is_worker():
+            self.queue.drain()
+
+    def close(self) -> None:
+        """Give back the memory; nothing is pending any more."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class _Commit:
+    """One commit in the background."""
+
+    def __init__(
+        self, commits: BackgroundCommits, snapshot: Snapshot, request: CommitRequest, peers: Peers,
+        memory: FrozenMemory | None, progress: Progress, on_made: Callable[[], object] | None,
+    ) -> None:  # fmt: skip
+        self._commits, self._snapshot, self._request, self._peers = commits, snapshot, request, peers
+        self._memory, self._progress, self._on_made = memory, progress, on_made
+        self.may_begin = threading.Event()
+
+    def fail_with(self, error: BaseException) -> None:
+        """The call raises `error`: the commit is not made, and the other ranks hear why."""
+        self._snapshot.abort(error)
+        self.may_begin.set()
+
+    def run(self) -> CommitInfo:
+        """Make it, in the thread of the queue."""
+        try:
+            self.may_begin.wait()
+            if self._snapshot.error is not None:
+                with collective_errors(self._peers):
+                    raise self._snapshot.error
+            made = self._commits.make(
+                self._snapshot.tree, self._request, self._peers, memory=self._memory, progress=self._progress
+            )
+            if self._on_made is not None:
+                self._on_made()
+            return made
+        finally:
+            self._snapshot.release()
+
+
+def _failing(error: BaseException, peers: Peers) -> Callable[[], CommitInfo]:
+    def run() -> CommitInfo:
+        with collective_errors(peers):
+            raise error
+
+    return run
+
+
+def settled(request: CommitRequest) -> CommitRequest:
+    """`request` with values of its own in place of what the caller may change.
+
+    Raises:
+        InvalidInputError: says which field cannot be stored.
+    """
+    fields = checked_fields(request)
+    return replace(
+        request, verb=VERB, message=fields.message, author=fields.author, step=fields.step, metrics=fields.metrics,
+        meta=None if fields.meta is None else decode_value(fields.meta),
+        provenance=False if fields.provenance is None else decode_value(fields.provenance),
+        parents=fields.parents, lineage=tuple(request.lineage), other_parents=tuple(request.other_parents),
+        frozen=request.frozen if isinstance(request.frozen, str) or request.frozen is None else tuple(request.frozen),
+    )  # fmt: skip
+
+
+def _described(request: CommitRequest) -> str:
+    step = "" if request.step is None else f" of step {request.step}"
+    place = f", called at {request.called_at}" if request.called_at else ""
+    return f"the commit{step}{place}"

@@ -1,0 +1,303 @@
+"""A state as it is at one moment: its tree with staged sources in the place of live ones.
+
+    1. `Snapshot` walks the captured tree, in the order in which a commit will: values are encoded, tensors get a
+       `StagedTensor` each (tied ones share it); what is known to be unchanged stays as it is.
+    2. `take_room` gets memory from a `StagingPool`, as much as the budget leaves.
+    3. If there is room for all, `stage_all` copies all of it, and the commit begins after that.
+       If not, the commit begins at once, from the front and on live memory, while `stage_from_back` copies what fits
+       from the back; it returns when each tensor is staged or saved.
+    4. When the commit has ended, `release` gives the memory back.
+
+Invariant: once it is `settled`, nothing of the live state is read any more, but for what is known to be unchanged. What
+was read of a tensor was either staged or live before that; if this cannot be said, reading it raises, or the save
+step's `saved` does, before anything is published. Knows nothing of threads' order, of repositories, or of ranks but the
+number of this one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cas_ckpt.errors import ConflictError, InternalError
+from cas_ckpt.layout.holdings import held_by
+from cas_ckpt.objects.nodes import INLINE_BYTES
+from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.state import PLAIN_NAME, ArraySource, Container, EncodedValue, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.values import encode_value
+from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy, room_bytes
+
+Array: TypeAlias = np.ndarray[Any, Any]
+IsKnown: TypeAlias = Callable[[str, TensorItem], bool]
+"""Whether the tensor under this key is known to be unchanged, so that it is not staged."""
+Places: TypeAlias = tuple[tuple[int, int], ...]
+"""Where each piece of a tensor is: number of the arena, -1 for memory of its own, and where it begins in it."""
+
+
+class StagedTensor:
+    """One tensor of a snapshot, a `StagedSource`: live at first, then staged, or saved from live memory.
+
+    Attributes:
+        boxes: The pieces that this rank holds, in global coordinates.
+        places: Known once it is staged.
+    """
+
+    __slots__ = ("_arrays", "_live", "_snapshot", "boxes", "item_bytes", "num_bytes", "places")
+
+    def __init__(self, snapshot: Snapshot, live: ArraySource, boxes: tuple[Box, ...], item_bytes: int) -> None:
+        self._snapshot = snapshot
+        self._live: ArraySource | None = live
+        self._arrays: tuple[Array, ...] | None = None
+        self.boxes = boxes
+        self.item_bytes = item_bytes
+        self.num_bytes = sum(box.num_elements for box in boxes) * item_bytes
+        self.places: Places = ()
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes of an arena."""
+        return sum(room_bytes(box.num_elements * self.item_bytes) for box in self.boxes)
+
+    @property
+    def live(self) -> ArraySource | None:
+        """Where it is read as long as it is neither staged nor saved."""
+        return self._live
+
+    @property
+    def is_private(self) -> bool:
+        """See `StagedSource`."""
+        return self._live is None
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`.
+
+        Raises:
+            Whatever broke the snapshot. ConflictError: it is read once more after it was saved from live memory.
+        """
+        live = self._live
+        if live is not None:
+            if self._snapshot.error is not None:
+                raise self._snapshot.error
+            return live.read(box)
+        arrays = self._arrays
+        if arrays is None:
+            raise self._snapshot.error or ConflictError(
+                "a garbage collection began under this commit, whose state did not fit staging_bytes and has changed "
+                "since: nothing was published; commit again, or with more staging_bytes"
+            )
+        for held, array in zip(self.boxes, arrays, strict=True):
+            if held.sizes == box.sizes and held.offsets == box.offsets:
+                return array
+            if held.intersect(box) == box:
+                return array[box.relative_to(held).slices]
+        if not box.num_elements:
+            return np.empty(box.sizes, raw_dtype(self.item_bytes))
+        raise InternalError(f"{box} is not inside of one piece that was staged: {list(self.boxes)}")
+
+    def saved(self) -> None:
+        """See `StagedSource`: what was read from live memory is not read again."""
+        error = self._snapshot.error
+        if error is not None:
+            raise error
+        if self._live is not None:
+            self._snapshot.note_saved(self)
+
+    def plan(self, arena: Arena | None, number: int) -> tuple[list[Copy], Places]:
+        """What has to be copied to stage it, and where that is then: in `arena`, or in memory of its own."""
+        live, copies, places = self._live, list[Copy](), list[tuple[int, int]]()
+        if live is None:
+            return copies, ()
+        for box in self.boxes:
+            num_bytes = box.num_elements * self.item_bytes
+            if arena is None:
+                at, memory = 0, np.empty(num_bytes, np.uint8)
+            else:
+                at, memory = arena.room(num_bytes)
+            copies.append(new_copy(live, box, self.item_bytes, memory))
+            places.append((number, at))
+        return copies, tuple(places)
+
+    def be_staged(self, arrays: tuple[Array, ...], places: Places) -> None:
+        """The copies are made: it is read there from now on."""
+        self._arrays, self.places = arrays, places
+        self._live = None
+
+    def forget(self) -> None:
+        """Let go of live and of staged memory."""
+        self._live = self._arrays = None
+
+
+class Snapshot:
+    """The state of one moment, once it is settled.
+
+    Attributes:
+        tree: What a commit is made of.
+        tensors: What has to be staged, tied ones once, in the order in which a commit reads them.
+        num_bytes: Bytes of them.
+        staged_bytes: How many of these are staged or saved.
+        error: What broke the snapshot; reading it raises this.
+        settled: All is staged or saved: the live state may change.
+    """
+
+    def __init__(self, state: Container, *, rank: int = 0, allow_pickle: bool = False, is_known: IsKnown | None = None):
+        """Walk `state`; nothing is copied, values are encoded.
+
+        Raises:
+            UnsupportedValueError: names the key of a value that cannot be expressed.
+        """
+        self.tensors: list[StagedTensor] = []
+        self.error: BaseException | None = None
+        self.settled = False
+        self.staged_bytes = 0
+        self.arenas: list[Arena] = []
+        self._changed = threading.Condition()
+        self._pool: StagingPool | None = None
+        self._rank, self._allow_pickle, self._is_known = rank, allow_pickle, is_known
+        self._tied: dict[Any, StagedTensor] = {}
+        self.tree = self._walk(state)
+        self._tied = {}
+        self.num_bytes = sum(each.num_bytes for each in self.tensors)
+        self._num_live = len(self.tensors)
+
+    def _walk(self, state: Container) -> Container:
+        root = Container(state.kind, {}, state.attrs)
+        waiting = [(state, root, "")]
+        while waiting:
+            container, made, key = waiting.pop()
+            prefix = f"{key}/" if key else ""
+            for name, item in container.children.items():
+                at = prefix + (name if type(name) is str and PLAIN_NAME.match(name) else render_name(name))
+                if isinstance(item, Container):
+                    below = Container(item.kind, {}, item.attrs)
+                    made.children[name] = below
+                    waiting.append((item, below, at))
+                elif isinstance(item, TensorItem):
+                    made.children[name] = self._tensor(item, at)
+                elif isinstance(item, ValueItem):
+                    data = encode_value(item.value, key=at, allow_pickle=self._allow_pickle)
+                    made.children[name] = EncodedValue(data)
+                else:
+                    made.children[name] = item
+        return root
+
+    def _tensor(self, item: TensorItem, key: str) -> TensorItem:
+        spec = item.spec
+        # Asked now: what the identity refers to may be gone when the commit looks at it, and has no hash then.
+        tie = None if item.identity is None else (item.identity[0], spec.dtype, hash(item.identity[0]))
+        if self._is_known is not None and self._is_known(key, item):
+            return item
+        staged = None if tie is None else self._tied.get(tie)
+        if staged is None:
+            boxes: tuple[Box, ...] = (spec.box,)
+            if item.placement is not None:
+                boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
+            staged = StagedTensor(self, item.source, boxes, spec.item_bytes)
+            self.tensors.append(staged)
+            if tie is not None:
+                self._tied[tie] = staged
+        return TensorItem(spec, staged, item.flavor, item.identity, item.placement)
+
+    # ------------------------------------------------------------ memory
+
+    @property
+    def room(self) -> int:
+        """Bytes of arenas that all of it takes."""
+        return sum(each.room for each in self.tensors)
+
+    def take_room(self, pool: StagingPool, budget_bytes: int) -> bool:
+        """Take memory from `pool`; whether all fits."""
+        self._pool = pool
+        wanted = self.room
+        arena = pool.take(wanted, budget_bytes=budget_bytes) if wanted else None
+        if arena is not None:
+            self.arenas.append(arena)
+        return sum(each.num_bytes for each in self.arenas) >= wanted
+
+    def give_room(self) -> None:
+        """Give the memory back: nobody reads what is in it any more. Idempotent."""
+        arenas, self.arenas = self.arenas, []
+        for arena in arenas:
+            if self._pool is not None:
+                self._pool.give(arena)
+
+    def release(self) -> None:
+        """The commit has ended: nothing is read any more."""
+        with self._changed:
+            self.settled = True
+            self._changed.notify_all()
+        for each in self.tensors:
+            each.forget()
+        self.give_room()
+
+    # ------------------------------------------------------------ staging
+
+    def stage_all(self, *, num_threads: int) -> None:
+        """Copy everything, into memory that has room for it.
+
+        Raises:
+            Whatever a source raised; the snapshot is broken then.
+        """
+        self._stage(self.tensors, num_threads=num_threads)
+        self._settle()
+
+    def stage_from_back(self, *, num_threads: int) -> None:
+        """Copy what fits, from the back, while a commit saves from the front; returns when there is nothing live.
+
+        Small tensors, which a commit reads before all others, come first and need no room.
+
+        Raises:
+            Whatever a source raised; the snapshot is broken then.
+        """
+        small = [each for each in self.tensors if each.num_bytes <= INLINE_BYTES]
+        self._stage(small, num_threads=1, in_arena=False)
+        for each in reversed(self.tensors):
+            if each.live is not None and each.room <= sum(arena.left_bytes for arena in self.arenas[-1:]):
+                self._stage([each], num_threads=num_threads)
+        with self._changed:
+            while self._num_live and not self.settled and self.error is None:
+                self._changed.wait()
+        self._settle()
+
+    def _stage(self, tensors: list[StagedTensor], *, num_threads: int, in_arena: bool = True) -> None:
+        arena = self.arenas[-1] if in_arena and self.arenas else None
+        number = len(self.arenas) - 1 if arena is not None else -1
+        plans = [(each, *each.plan(arena, number)) for each in tensors]
+        copy_all([copy for _, copies, _ in plans for copy in copies], num_threads=num_threads)
+        with self._changed:
+            for each, copies, places in plans:
+                if each.live is not None:  # else it was saved meanwhile
+                    each.be_staged(tuple(copy.target for copy in copies), places)
+                    self._count(each)
+
+    def _count(self, tensor: StagedTensor) -> None:
+        self.staged_bytes += tensor.num_bytes
+        self._num_live -= 1
+        if not self._num_live:
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        with self._changed:
+            self.settled = True
+            self._changed.notify_all()
+
+    def note_saved(self, tensor: StagedTensor) -> None:
+        """The commit has saved `tensor` from live memory, and reads it no more."""
+        with self._changed:
+            if tensor.live is not None:
+                tensor.forget()
+                self._count(tensor)
+
+    def abort(self, error: BaseException) -> None:
+        """Break the snapshot: what is read of it, or was read and is not reported saved yet, raises `error`."""
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
+
+    def wait_settled(self, timeout_s: float | None = None) -> bool:
+        """Wait until the live state may change; whether it may."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.settled or self.error is not None, timeout_s)
