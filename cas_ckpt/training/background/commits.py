@@ -24,7 +24,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.objects.limits import available_bytes
+from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.state import Container
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
