@@ -29,6 +29,7 @@ from cas_ckpt.objects.nodes import (
     open_tree,
     own_tree,
 )
+from cas_ckpt.objects.pack import PackKind
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
@@ -241,6 +242,9 @@ PART_BYTES = 4 * 1024 * 1024
 PART_ENTRIES = 20_000
 """Nodes, and entries, of a pack whose rows are brought into an index together: they take up to 100 MB of memory."""
 
+OWN_PART_BYTES = 1024 * 1024
+"""Nodes of a pack that was just written: what was committed is in memory, too."""
+
 WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE})
 """Nodes whose edges are rows; those of commits follow from their own rows."""
 
@@ -306,9 +310,11 @@ def _unique(digests: Iterable[Digest]) -> tuple[Digest, ...]:
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
     """The rows of a pack that was just written; `nodes` are those that are in it."""
+    if written.kind is PackKind.DATA:
+        return _data_record(written)
     own = {entry.digest: entry for entry in written.entries}
     present = [node for node in nodes if node.digest in own]
-    if sum(len(node.data) for node in present) > PART_BYTES or len(present) > PART_ENTRIES:
+    if sum(len(node.data) for node in present) > OWN_PART_BYTES or len(present) > PART_ENTRIES:
 
         def parts() -> Iterator[PackRecord]:
             for part in _cut(present):
@@ -329,10 +335,23 @@ def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
     )
 
 
+def _data_record(written: WrittenPack) -> PackRecord:
+    """The rows of a pack of chunks; of one with many of them in parts."""
+    key, kind, size_bytes, entries = written.key, written.kind, written.size_bytes, written.entries
+    if len(entries) <= PART_ENTRIES:
+        return PackRecord(key, kind, size_bytes, entries)
+
+    def parts() -> Iterator[PackRecord]:
+        for start in range(0, len(entries), PART_ENTRIES):
+            yield PackRecord(key, kind, size_bytes, entries[start : start + PART_ENTRIES])
+
+    return PackRecord(key, kind, size_bytes, parts=parts, num_in_parts=len(entries))
+
+
 def _cut(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
     start = num_bytes = 0
     for at, node in enumerate(nodes):
-        if at > start and (at - start >= PART_ENTRIES or num_bytes + len(node.data) > PART_BYTES):
+        if at > start and (at - start >= PART_ENTRIES or num_bytes + len(node.data) > OWN_PART_BYTES):
             yield nodes[start:at]
             start, num_bytes = at, 0
         num_bytes += len(node.data)

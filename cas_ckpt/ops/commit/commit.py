@@ -119,7 +119,9 @@ def _commit(
                     saved = save_alone(
                         handle, state, request, session, memory=memory, num_bytes=num_bytes, progress=progress
                     )
-                made = _publish(handle, saved, fields, ancestry, destination, peers, sign)
+                made = _publish(
+                    handle, saved, fields, ancestry, destination, peers, sign, keeps_draft=memory is not None
+                )
         except BaseException as error:
             if peers.size > 1 or not isinstance(error, (ConflictError, GenerationMoved)):
                 handle.forget_chunks()  # packs are durable that the index does not have: the next commit looks
@@ -138,9 +140,13 @@ def _commit(
 
 def _publish(
     handle: RepositoryHandle, saved: Saved, fields: CommitFields, ancestry: Ancestry, destination: Destination | None,
-    peers: Peers, sign: Callable[[bytes], bytes] | None,
+    peers: Peers, sign: Callable[[bytes], bytes] | None, *, keeps_draft: bool,
 ) -> tuple[CommitInfo, str]:  # fmt: skip
-    """Rank 0, which has a destination, publishes; every rank gets the commit, or raises what rank 0 decided."""
+    """Rank 0, which has a destination, publishes; every rank gets the commit, or raises what rank 0 decided.
+
+    Args:
+        keeps_draft: The caller needs the draft afterwards; otherwise its memory is given back.
+    """
     message = None
     if destination is not None:
         try:
@@ -149,7 +155,10 @@ def _publish(
             if saved.refusal is not None:
                 raise saved.refusal
             with python_gc_paused():
-                published = publish_commit(handle, _publication(saved, fields, ancestry, sign), destination)
+                publication = _publication(saved, fields, ancestry, sign)
+                if not keeps_draft:
+                    saved.draft.release()
+                published = publish_commit(handle, publication, destination)
         except GenerationMoved:
             message = msgpack.packb([_Outcome.BEGIN_ANEW])
         except PeerError as refusal:

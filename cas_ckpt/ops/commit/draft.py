@@ -180,6 +180,12 @@ class Draft:
         """Groups of keys that are one tensor in memory, each sorted, sorted."""
         return tuple(sorted(tuple(sorted(keys)) for keys in self._ties.values() if len(keys) > 1))
 
+    def release(self) -> None:
+        """Give its memory back, once its nodes are made: of a hundred thousand small tensors that is 50 MB."""
+        self.tensors, self.containers = [], {}
+        self.root.entries = []
+        self._works, self._ties = {}, {}
+
     def nodes(self) -> tuple[list[Node], Digest]:
         """All nodes of the state, children before parents, each once, and the id of its root.
 

@@ -194,10 +194,11 @@ class HostTensor:
 
     def read(self, box: Box) -> Array:
         """See `ArraySource`. Threads may race to make the view: all make the same."""
-        bits = self._bits
-        if bits is None:
-            bits = self._bits = host_bits(self.tensor)
-        return bits if box.sizes == bits.shape else bits[box.slices]
+        bits = host_bits(self.tensor) if self._bits is None else self._bits
+        if box.sizes == bits.shape:
+            return bits  # not kept: of a hundred thousand small tensors it would be 60 MB
+        self._bits = bits
+        return bits[box.slices]
 
     def open(self, box: Box) -> Array:
         """See `ArrayTarget`; moves the version counter, so that autograd and `frozen=` see that the bytes changed."""
