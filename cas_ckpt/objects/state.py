@@ -8,14 +8,14 @@ path components that format.md describes; order of keys carries no meaning.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Box, Placement, Spec
+from cas_ckpt.objects.spec import Box, Grid, Placement, Spec
 from cas_ckpt.objects.structures import STRUCTURE_KINDS
 
 if TYPE_CHECKING:
@@ -88,6 +88,40 @@ def saved(source: ArraySource) -> None:
     report = getattr(source, "saved", None)
     if report is not None:
         report()
+
+
+@dataclass(frozen=True, slots=True)
+class CellsToName:
+    """Cells of one tensor whose leaves are to be hashed.
+
+    Attributes:
+        source: One whose `leaf_hasher` was asked for.
+        numbers: Of the cells; what the source reads is all of each.
+    """
+
+    source: Any
+    grid: Grid
+    numbers: Sequence[int]
+    item_bytes: int
+
+
+class LeafHasher(Protocol):
+    """Hashes tensors where they are, so that their bytes need not be brought to the host. Any thread may call."""
+
+    def cell_digests(self, wanted: Sequence[CellsToName]) -> Sequence[Sequence[bytes]] | None:
+        """For each of `wanted` and each of its cells the digests of its leaves, joined; None: it cannot, read them.
+
+        What it answers is what BLAKE3 gives for the bytes that `ArraySource.read` would have given.
+        """
+        ...
+
+
+class HashingSource(Protocol):
+    """An `ArraySource` that also has this."""
+
+    def leaf_hasher(self) -> LeafHasher | None:
+        """What hashes its cells without reading them; one for all sources of a device. None: nothing does."""
+        ...
 
 
 class ArrayTarget(Protocol):

@@ -19,6 +19,7 @@ Files:
     capture/            from live state to a tree
     restore/            from a tree to live state
     background/         commits that go on while training changes the state
+    device/             tensors on a GPU, hashed there
     stateful.py         `Stateful`, `StateDict`; modules and optimizers under names that no wrapper changes
     optimizers.py       the state of an optimizer by the names of its parameters
     per_rank.py         `PerRank`, `RNGState`, generators: values that each rank has for itself

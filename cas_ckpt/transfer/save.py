@@ -53,6 +53,7 @@ class TensorWork:
     Attributes:
         cells: Numbers of the cells to hash, or None for all; others keep what `chunks` has.
         banded: `source` answers boxes over several cells beside one another.
+        is_new: The chunks of `cells` are not stored, as far as is known: they are copied before they are hashed.
         chunks: One id per cell, in C order; filled by `save_tensors`.
         room: Bytes that a cell takes of a buffer; the next one begins aligned.
     """
@@ -62,6 +63,7 @@ class TensorWork:
     source: ArraySource
     cells: frozenset[int] | None = None
     banded: bool = True
+    is_new: bool = False
     chunks: list[Digest | None] = field(default_factory=list)
     item_bytes: int = field(init=False)
     room: int = field(init=False)
@@ -215,10 +217,16 @@ class _Left:
 
 
 def _batches(works: Iterable[TensorWork]) -> Iterator[list[Unit]]:
-    """Units that follow one another, as many as fit `BATCH_BYTES` together; a larger one is a batch by itself."""
+    """Units that follow one another, as many as fit `BATCH_BYTES` together; a larger one is a batch by itself.
+
+    Those of works that are known to be new are not together with others.
+    """
     batch: list[Unit] = []
     num_bytes = 0
     for work in works:
+        if batch and batch[0][0].is_new != work.is_new:
+            yield batch
+            batch, num_bytes = [], 0
         work.chunks = work.chunks or [None] * work.grid.num_cells
         groups = cell_groups(work.grid, work.item_bytes) if work.cells is None else _groups_within(work, work.cells)
         for group in groups:
@@ -271,7 +279,8 @@ class _BatchSaver:
         ]
         num_new = num_bytes = room = 0
         run: list[_Cell] = []  # those that fit one buffer together; a longer one is a run by itself
-        for cell in cells if self._expect_new else self._hash_in_place(batch, cells):
+        is_new = batch[0][0].is_new
+        for cell in cells if is_new or self._expect_new else self._hash_in_place(batch, cells):
             room += cell.work.room
             if run and room > BATCH_BYTES:
                 num_new += self._copy_and_write(run)
@@ -281,7 +290,8 @@ class _BatchSaver:
             num_new += self._copy_and_write(run)
         for cell in cells:
             num_bytes += cell.num_bytes
-        self._expect_new = num_new * 2 > len(cells)
+        if not is_new:
+            self._expect_new = num_new * 2 > len(cells)
         if self._left is not None:
             self._left.done(batch)
         self._progress.advance(num_bytes)

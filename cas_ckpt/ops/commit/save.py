@@ -33,6 +33,7 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Summed, checksums
+from cas_ckpt.transfer.naming import named_in_place
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 from cas_ckpt.transfer.workers import thread_count
@@ -176,9 +177,10 @@ def save_chunks(
     claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
     progress.start("hashing", num_bytes)
     try:
+        expect_new = not handle.holds_chunks()
         save_tensors(
-            works, sink, claims=claims, policy=policy, num_threads=num_threads, memory_bytes=memory_bytes,
-            expect_new=not handle.holds_chunks(), progress=progress,
+            works if expect_new else named_in_place(works, claims, progress), sink, claims=claims, policy=policy,
+            num_threads=num_threads, memory_bytes=memory_bytes, expect_new=expect_new, progress=progress,
             on_saved=partial(_saved, straddling),
         )  # fmt: skip
         if straddling is not None:

@@ -22,18 +22,20 @@ import torch
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split, raw_dtype
-from cas_ckpt.objects.state import Flavor, Path, TensorItem, render_key
+from cas_ckpt.objects.state import Flavor, LeafHasher, Path, TensorItem, render_key
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
     Array,
     CopiedTensor,
     HostTensor,
     Region,
+    copyable_view,
     elements_of,
     is_kind,
     memory_of,
     spec_of,
 )
+from cas_ckpt.training.device.cells import DevicePart
 
 Check: TypeAlias = Callable[[torch.Tensor, Path], torch.Tensor]
 """Gives a local tensor as a plain one whose memory can be read, or raises naming the key."""
@@ -122,6 +124,18 @@ class ShardElements:
             return np.empty(box.sizes, raw_dtype(self.item_bytes))
         piece, local = _locate(self.pieces, box)
         return self.locals[piece.local].read(local)
+
+    def leaf_hasher(self) -> LeafHasher | None:
+        """See `HashingSource`."""
+        hashers = {each.leaf_hasher() if isinstance(each, CopiedTensor) else None for each in self.locals}
+        return hashers.pop() if len(hashers) == 1 else None
+
+    def device_parts(self) -> tuple[DevicePart, ...]:
+        """Where the elements of all pieces are, for `leaf_hasher`."""
+        return tuple(
+            DevicePart(copyable_view(self.locals[piece.local].tensor), piece.box, piece.offsets)
+            for piece in self.pieces
+        )
 
     def sums(self, box: Box) -> Array | None:
         """See `SummingSource`."""

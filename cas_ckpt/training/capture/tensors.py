@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
-from cas_ckpt.objects.state import Container, Flavor, Path, TensorItem, render_key
+from cas_ckpt.objects.state import Container, Flavor, LeafHasher, Path, TensorItem, render_key
+from cas_ckpt.training.device.cells import DevicePart
+from cas_ckpt.training.device.trust import hasher_of
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -222,6 +224,16 @@ class CopiedTensor:
         host.copy_(part)
         return host_bits(host)
 
+    def leaf_hasher(self) -> LeafHasher | None:
+        """See `HashingSource`."""
+        return None if self.tensor.is_conj() or self.tensor.is_neg() else hasher_of(self.tensor.device)
+
+    def device_parts(self) -> tuple[DevicePart, ...]:
+        """Where the elements are, for `leaf_hasher`."""
+        view = copyable_view(self.tensor)
+        box = Box((0,) * view.dim(), tuple(view.shape))
+        return (DevicePart(view, box, box.offsets),)
+
     def sums(self, box: Box) -> Array | None:
         """See `SummingSource`: summed where the elements are, only the sums come over."""
         part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
@@ -281,6 +293,7 @@ def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
 def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
     """The elements of any strided tensor, as a source and as a target. A target must not overlap itself."""
     is_host = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    is_host = is_host and hasher_of(tensor.device) is None
     return HostTensor(tensor) if is_host else CopiedTensor(tensor)
 
 

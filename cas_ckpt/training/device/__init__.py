@@ -1,0 +1,13 @@
+"""Tensors that are in the memory of a GPU: hashed there, so that only chunks that are new come to the host.
+
+    1. A commit asks the sources of such tensors for their hasher (transfer/naming.py; `HashingSource`).
+    2. trust.py has one for every device, and says whether it is believed.
+    3. cells.py finds where the cells are in memory, hasher.py launches the kernels on a stream of its own.
+    4. kernels.py is BLAKE3 for Triton; it is imported when the first tensor is hashed, and need not be there.
+
+Has not met a GPU yet: tests run the kernels in Triton's interpreter, and everything else with tensors of the CPU that
+go the same way (docs/performance.md, "GPUs").
+
+Invariant: no id depends on who hashed. Where Triton, a compiler or the device fails, or its digests differ from the
+host's, the host hashes, and that is said once. Must not know commits, nor what is stored.
+"""

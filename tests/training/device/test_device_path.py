@@ -1,0 +1,166 @@
+"""Commits whose tensors are hashed on their device: the same ids, fewer bytes read; and what happens when it cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from cas_ckpt import Repository, errors
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.training.capture.tensors import CopiedTensor
+from cas_ckpt.training.device import trust
+from cas_ckpt.training.device.trust import DeviceHasher, hash_with
+from tests.training.device.hashing import CPU, random_tensor
+from tests.training.device.host_kernels import Launches
+
+
+@contextmanager
+def hashed_on_device(kernels: Any) -> Iterator[Any]:
+    """Tensors of the CPU go the way of those on a GPU, hashed by `kernels`."""
+    before = hash_with(CPU, DeviceHasher(CPU, lambda: kernels))
+    try:
+        yield kernels
+    finally:
+        hash_with(CPU, before)
+
+
+@contextmanager
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Box]]:
+    """The boxes that are brought to the host."""
+    found: list[Box] = []
+    read = CopiedTensor.read
+
+    def counted(self: CopiedTensor, box: Box) -> Any:
+        found.append(box)
+        return read(self, box)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiedTensor, "read", counted)
+        yield found
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Tensors of several dtypes and strides, tied ones, a long value and an array."""
+    weight = random_tensor(torch.float32, 700, 512, seed=seed)
+    return {
+        "model": {"weight": weight, "tied": weight, "transposed": weight.t(), "part": weight[3:90, 7:300]},
+        "half": random_tensor(torch.bfloat16, 3, 1001, seed=seed), "flags": random_tensor(torch.uint8, 5000, seed=seed),
+        "conj": random_tensor(torch.complex64, 900, seed=seed).conj(), "few": torch.arange(5), "none": torch.empty(0),
+        "long": "x" * 5000, "array": random_tensor(torch.float64, 800, seed=seed).numpy(),
+    }  # fmt: skip
+
+
+_numbers = count()
+
+
+def root_of(states: list[dict[str, Any]]) -> list[str]:
+    """The roots of commits of these states, one after another."""
+    with Repository.init(f"memory://device-path-{next(_numbers)}") as repo:
+        commits = [repo.commit(each, message="m") for each in states]
+        assert not repo.fsck().problems
+        for each, commit in zip(states, commits, strict=True):
+            loaded = repo.load(commit.id)
+            assert same_bits(loaded["model"]["part"], each["model"]["part"])
+            assert same_bits(loaded["half"], each["half"])
+    return [commit.root for commit in commits]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, NaNs and all."""
+    first, second = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b))
+    return a.shape == b.shape and torch.equal(first, second)
+
+
+def test_the_same_state_has_the_same_id_whoever_hashes() -> None:
+    states = [state(), state(), {**state(), "half": state(1)["half"]}]
+    on_host = root_of(states)
+    with hashed_on_device(Launches()) as kernels:
+        assert root_of(states) == on_host
+    assert kernels.num_leaves > 0
+
+
+def test_what_is_unchanged_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hashed_on_device(Launches()), Repository.init("memory://unread") as repo:
+        monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+        matrix = random_tensor(torch.float32, 2048, 2048)  # 16 MB
+        repo.commit({"matrix": matrix, "other": random_tensor(torch.float32, 9000)}, message="first")
+        repo.commit({"matrix": matrix}, message="the device is looked at")
+        with counted_reads(monkeypatch) as reads:
+            repo.commit({"matrix": matrix}, message="unchanged")
+            assert reads == []
+            matrix[1, 1] = 1.5
+            changed = repo.commit({"matrix": matrix}, message="changed")
+        assert len(reads) == 1
+        assert same_bits(repo.load(changed.id)["matrix"], matrix)
+
+
+def test_what_is_new_is_named_by_the_bytes_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hashed_on_device(Launches()) as kernels, Repository.init("memory://written") as repo:
+        monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+        first = random_tensor(torch.float32, 9000)
+        repo.commit({"x": first}, message="first")
+        repo.commit({"x": first}, message="the device is looked at")
+        kernels.lies = True
+        repo.commit({"x": random_tensor(torch.float32, 9000, seed=1)}, message="second")
+        assert not repo.fsck().problems
+        assert torch.equal(repo.load("main")["x"].view(torch.int32), random_tensor(torch.int32, 9000, seed=1))
+
+
+FAULTS = {
+    "no compiler": (Launches(error=OSError("no C compiler\nand more")), "OSError: no C compiler"),
+    "other digests": (Launches(lies=True), "gives other digests than the host"),
+    "no triton": (ImportError("No module named 'triton'"), "Triton is not installed"),
+}
+
+
+@pytest.mark.parametrize(("kernels", "told"), FAULTS.values(), ids=FAULTS)
+def test_a_device_that_cannot_be_trusted_is_named_once_and_the_host_hashes(
+    kernels: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def imported() -> Any:
+        if isinstance(kernels, ImportError):
+            raise kernels
+        return kernels
+
+    states = [state(), state(), state(1), state()]
+    on_host = root_of(states)
+    before = hash_with(CPU, DeviceHasher(CPU, imported))
+    try:
+        with caplog.at_level(logging.WARNING, "cas_ckpt"):
+            assert root_of(states) == on_host
+    finally:
+        hash_with(CPU, before)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and told in warnings[0] and "cpu: leaves are hashed on the host" in warnings[0]
+
+
+def test_memory_that_is_short_for_once_is_no_reason_to_give_up(caplog: pytest.LogCaptureFixture) -> None:
+    kernels = Launches(error=torch.OutOfMemoryError("CUDA out of memory"))
+    with hashed_on_device(kernels), Repository.init("memory://short") as repo:
+        first = repo.commit({"x": random_tensor(torch.float32, 9000)}, message="first")
+        repo.commit({"x": random_tensor(torch.float32, 9000)}, message="short of memory")
+        kernels.error = None
+        again = repo.commit({"x": random_tensor(torch.float32, 9000)}, message="enough")
+        assert again.root == first.root and kernels.num_leaves > 0
+    assert ["no memory to hash on the device" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_device_that_goes_wrong_later_fails_the_commit_and_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trust, "AUDIT_SHARE", 1)
+    with hashed_on_device(Launches()) as kernels, Repository.init("memory://later") as repo:
+        tensor = random_tensor(torch.float32, 9000)
+        first = repo.commit({"x": tensor}, message="first")
+        repo.commit({"x": tensor}, message="the device is looked at")
+        kernels.lies = True
+        with pytest.raises(errors.InternalError, match="commit again"):
+            repo.commit({"x": tensor}, message="audited")
+        assert repo.commit({"x": tensor}, message="by the host").root == first.root
+    assert len(caplog.records) == 1
