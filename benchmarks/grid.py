@@ -24,7 +24,7 @@ from benchmarks.shapes import MODELS, Weight, cuts, meshes_of
 from cas_ckpt.objects.spec import Spec, grid_for
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "grid.md"
-CELL_BYTES, LEAF_BYTES, KIB = 4 << 20, 64 << 10, 1 << 10
+CELL_BYTES, LEAF_BYTES, KIB = 4 << 20, 128 << 10, 1 << 10
 FAMILIES = ("FSDP 2^k", "FSDP 3*2^k", "TP", "FSDPxTP", "EP")
 DTYPES = {4: "float32", 2: "bfloat16"}
 
@@ -33,7 +33,8 @@ DTYPES = {4: "float32", 2: "bfloat16"}
 class Rule:
     """One candidate. `cut` tells which matrices are cut along columns: never, always, wide (last >= the
     one before), strict (last > the one before), square (cells about as many rows as columns), chosen
-    (the product's own `grid_for`). `rows` and `leaf`: how many rows fill a cell and a leaf."""
+    (the product's own `grid_for`). `rows` and `leaf`: how many rows fill a cell and a leaf. `max_leaf`, `max_gathered`:
+    the longest leaf where columns are whole, and where they are cut."""
 
     name: str
     cut: str
@@ -42,6 +43,7 @@ class Rule:
     rows: str = "pow2"
     leaf: str = "pow2"
     max_leaf: int = LEAF_BYTES
+    max_gathered: int = LEAF_BYTES
 
 
 RULES = (
@@ -54,9 +56,15 @@ RULES = (
     Rule("wide or square, cells of 4 MiB exactly", "wide", rows="fill"),
     Rule("wide or square, rows a divisor", "wide", rows="divisor"),
     Rule("wide or square, leaves filled", "wide", leaf="fit"),
-    Rule("wide or square, leaves <= 32 KiB", "wide", max_leaf=32 * KIB),
-    Rule("wide or square, leaves <= 16 KiB", "wide", max_leaf=16 * KIB),
-    Rule("wide or square, <= 32 gathered rows", "wide", leaf="32 rows"),
+    *(
+        Rule(f"wide or square, leaves <= {longest} KiB", "wide", max_leaf=longest * KIB, max_gathered=longest * KIB)
+        for longest in (32, 64, 256)
+    ),
+    *(
+        Rule(f"wide or square, leaves <= {a}, cut <= {b} KiB", "wide", max_leaf=a * KIB, max_gathered=b * KIB)
+        for a, b in ((128, 64), (256, 64), (256, 128))
+    ),
+    Rule("wide or square, <= 64 gathered rows", "wide", leaf="64 rows"),
     Rule("chosen: grid_for", "chosen"),
 )
 
@@ -103,12 +111,13 @@ def _columns(rule: Rule, height: int, width: int, item: int) -> int:
 
 def _leaf(rule: Rule, columns: int, item: int, *, gathered: bool) -> tuple[int, int]:
     row_bytes = columns * item
-    if row_bytes <= rule.max_leaf:
-        fit = rule.max_leaf // row_bytes
+    longest = rule.max_gathered if gathered else rule.max_leaf
+    if row_bytes <= longest:
+        fit = longest // row_bytes
         rows = fit if rule.leaf == "fit" else power_floor(fit)
-        rows = min(rows, 32) if rule.leaf == "32 rows" and gathered else rows
+        rows = min(rows, 64) if rule.leaf == "64 rows" and gathered else rows
         return rows, rows * columns
-    shares = next(n for n in range(-(-row_bytes // rule.max_leaf), columns + 1) if columns % n == 0)
+    shares = next(n for n in range(-(-row_bytes // longest), columns + 1) if columns % n == 0)
     return 1, columns // shares
 
 

@@ -31,7 +31,7 @@ Digest = NewType("Digest", bytes)
 DIGEST_BYTES = 32
 """Length of every id."""
 
-LEAF_BYTES = 64 * 1024
+LEAF_BYTES = 128 * 1024
 """Upper bound of a leaf: the unit of hashing, verification and exchange."""
 
 SHORT_HEX = 12

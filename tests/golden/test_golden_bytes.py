@@ -99,7 +99,7 @@ def test_pages_are_read_from_these_bytes() -> None:
 def test_tensors_are_read_from_these_bytes() -> None:
     found = tensor_node.decode_tensor(literal("nodes", "tensor"))
     assert (str(found.spec), found.chunks, found.pages) == ("float32[3000, 700]", tuple(IDS[:3]), ())
-    assert (found.grid.cell, found.grid.leaf_bytes) == ((1024, 700), 44800)
+    assert (found.grid.cell, found.grid.leaf_bytes) == ((1024, 700), 89600)
     paged = tensor_node.decode_tensor(literal("nodes", "tensor over pages"))
     assert (paged.chunks, len(paged.pages), paged.grid.cell) == ((), 2, (1 << 20,))
     assert tensor_node.decode_chunk_page(literal("nodes", "chunk-page")) == (IDS[256],)

@@ -23,6 +23,14 @@ HERE = Path(__file__).parent
 MANIFEST: dict[str, Any] = json.loads((HERE / "repository-v1.json").read_text())
 COMMITS: dict[str, Any] = MANIFEST["commits"]
 
+ROOTS_WITH_LONGER_LEAVES = {
+    "one chunk changed": "8ee01ed558ab20fdd1065583b2c031676cf4747d9c6ef2f54f79d427f5ba92e5",
+    "all encodings": "751d2bbb905a2a2ffd4e508d50f0f034761d52563f68feaf4c1458b1e2e7d156",
+    "on the side": "4883230315c4f4adb87c768950171382c754c78a23d6bcf4a143fa009d278e6b",
+}
+"""The repository was made when leaves had 64 KiB at most. It is read as it is, since each tensor says what its leaves
+are; states with longer tensors have these roots now that leaves have up to 128 KiB (docs/decisions/012-leaves.md)."""
+
 
 def unpacked(folder: Path, *, index: bool) -> Path:
     path = folder / "repo"
@@ -77,7 +85,8 @@ def test_tied_tensors_are_tied_still(repo: Repository) -> None:
 def test_an_old_state_committed_today_has_its_old_root_and_stores_nothing(repo: Repository) -> None:
     for number, (commit, told) in enumerate(COMMITS.items()):
         info = repo.commit(repo.load(commit), branch=f"again-{number}", orphan=True)
-        assert (info.root, info.stats.num_new_chunks) == (told["root"], 0)
+        root = ROOTS_WITH_LONGER_LEAVES.get(told["message"])
+        assert info.root == root or (root is None and (info.root, info.stats.num_new_chunks) == (told["root"], 0))
 
 
 def test_the_states_that_were_committed_have_these_roots_today() -> None:
@@ -87,7 +96,8 @@ def test_the_states_that_were_committed_have_these_roots_today() -> None:
     made = {message: repo.commit(state, branch="b").root for message, state in {
         "all encodings": make_repository_v1.encoded(1), "a model": given, "all kinds": make_repository_v1.kinds(),
     }.items()}  # fmt: skip
-    assert made == {message: COMMITS[commit_called(message)]["root"] for message in made}
+    roots = {message: COMMITS[commit_called(message)]["root"] for message in made}
+    assert made == roots | {message: root for message, root in ROOTS_WITH_LONGER_LEAVES.items() if message in made}
 
 
 def test_a_model_and_its_optimizer_by_names_have_this_root() -> None:

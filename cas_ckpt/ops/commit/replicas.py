@@ -168,7 +168,7 @@ def _sample(
 
 
 def _stretches(comparison: _Comparison, share: float, item_bytes: int, seed: bytes) -> Iterator[Box]:
-    """The boxes of a random choice of stretches of up to 64 KiB, consecutive elements of a piece."""
+    """The boxes of a random choice of stretches of up to a leaf's length, consecutive elements of a piece."""
     length = max(1, LEAF_BYTES // item_bytes)
     counts = [-(-piece.num_elements // length) for piece in comparison.pieces]
     total = sum(counts)

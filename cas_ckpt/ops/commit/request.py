@@ -114,7 +114,7 @@ class CommitRequest:
         provenance: Keep where and by what the commit is made; a mapping is kept with it.
         replica_check: "checksum" compares every byte that several ranks hold; "sample" only `replica_audit`.
         replica_audit: Share of what several ranks hold that every one of them hashes to be
-            compared, 0..1; of each tensor at least one stretch of 64 KiB.
+            compared, 0..1; of each tensor at least one stretch of 128 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
         memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
         sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.

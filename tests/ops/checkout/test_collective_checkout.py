@@ -207,9 +207,9 @@ def test_damage_that_one_rank_meets_raises_on_all_and_touches_nothing(state: Sav
 
 
 def _flipped_everywhere(value: bytes, size: int) -> bytes:
-    """A bit of every 64 KiB is another: every chunk is damaged."""
+    """A bit of every 32 KiB is another: every chunk is damaged."""
     damaged = bytearray(value)
-    for at in range(1 << 15, size, 1 << 16):
+    for at in range(1 << 14, size, 1 << 15):
         damaged[at] ^= 1
     return bytes(damaged)
 

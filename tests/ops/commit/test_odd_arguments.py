@@ -44,14 +44,14 @@ def test_a_parent_that_is_not_there_is_reported_before_lineage_and_git_are_asked
 
 def test_an_item_that_is_too_long_for_a_leaf_is_refused_with_its_key(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
-    array = np.zeros(3, "S70000")
+    array = np.zeros(3, "S140000")
     from cas_ckpt.objects.spec import Spec
     from cas_ckpt.objects.state import Container, TensorItem
     from cas_ckpt.ops.commit.commit import commit_tree
     from cas_ckpt.ops.commit.request import CommitRequest
     from tests.builders import ArrayMemory
 
-    item = TensorItem(Spec("np:|S70000", (3,)), ArrayMemory(array))
+    item = TensorItem(Spec("np:|S140000", (3,)), ArrayMemory(array))
     with pytest.raises(InvalidInputError, match="deep/names"):
         commit_tree(handle, Container("dict", {"deep": Container("dict", {"names": item})}), CommitRequest())
 

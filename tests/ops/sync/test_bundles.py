@@ -104,21 +104,21 @@ def test_a_bundle_that_is_cut_or_changed_is_refused_and_leaves_nothing(here: Rep
         at = chance.randrange(len(data))
         flips.append(data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :])
     seen = 0
-    with Repository.init(tmp_path / "there") as there:
-        for odd in [*cuts, *flips]:
-            (tmp_path / "odd").write_bytes(odd)
-            try:
-                there.verify_bundle(tmp_path / "odd")
-            except CorruptionError:
-                seen += 1
-            try:
-                there.unbundle(tmp_path / "odd")
-            except CkptError:
-                assert not there.branches()
-            else:  # a byte that nobody reads
-                there.branch("x", start="main", force=True)
-                break
-        assert seen >= len(cuts) + len(flips) - 3
+    there = Repository.init("memory://there")
+    for odd in [*cuts, *flips]:
+        (tmp_path / "odd").write_bytes(odd)
+        try:
+            there.verify_bundle(tmp_path / "odd")
+        except CorruptionError:
+            seen += 1
+        try:
+            there.unbundle(tmp_path / "odd")
+        except CkptError:
+            assert not there.branches()
+        else:  # a byte that nobody reads, such as one of the headers in front of entries
+            require_same(here._handle, there._handle, "main")
+            there = Repository.init(f"memory://there-{seen}")
+    assert seen >= len(cuts) + len(flips) - 3
 
 
 def test_hostile_directories_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
