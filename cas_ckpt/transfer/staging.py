@@ -103,6 +103,11 @@ class Arena:
         """Bytes that have not been handed out."""
         return len(self._map) - self._used
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Address and bytes of the mapping, for whoever makes it known to a device."""
+        return (0 if self._memory is None else self._memory.ctypes.data), len(self._map)
+
     def room(self, num_bytes: int) -> tuple[int, Array]:
         """Bytes that nobody else was handed since `clear`: where they begin in the mapping, and they themselves."""
         at, memory = self._used, self._memory

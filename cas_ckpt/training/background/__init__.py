@@ -19,6 +19,9 @@ Where more ways plug in:
   `Snapshot.arenas` has the files. What is not staged (`live`) can only be read in this process.
 - **How memory is made and copied**: transfer/staging.py (`prepare=`, `dismiss=`, `copy_into`).
 
+- **What is not copied**: `StagedTensor.leave_out`, before anything is staged; training/device/unchanged.py does that
+  for tensors on a GPU, whose digests it has.
+
 Invariant: a commit is the state at the moment of the call, or fails; a failure reaches somebody. Must not know the
 command line or the class `Repository`.
 """

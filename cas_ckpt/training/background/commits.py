@@ -25,6 +25,7 @@ from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.memory import available_bytes
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
@@ -34,6 +35,8 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.background.pending import PendingCommit
 from cas_ckpt.training.background.queue import CommitQueue
 from cas_ckpt.training.background.staged import Snapshot
+from cas_ckpt.training.device.copies import pin, unpin
+from cas_ckpt.training.device.unchanged import leave_out
 from cas_ckpt.training.verbs import captured
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
 from cas_ckpt.transfer.staging import StagingPool
@@ -71,6 +74,11 @@ class AsyncOptions:
     worker: str = WorkerKind.THREAD
     max_in_flight: int = 1
 
+    @property
+    def copies_for_a_thread(self) -> bool:
+        """Whether the state is copied at the call, for a thread of this process."""
+        return self.snapshot == SnapshotKind.COPY and self.worker == WorkerKind.THREAD
+
     def check(self) -> None:
         """Refuse what cannot be.
 
@@ -100,6 +108,7 @@ class BackgroundCommits:
         self._pool: StagingPool | None = None
         self._calls = threading.Lock()
         self._heard: list[BaseException] = []
+        self.stored: frozenset[Digest] = frozenset()  # of tensors on devices, by the last commit, if it was made
         self.queue = CommitQueue()
 
     @contextmanager
@@ -139,6 +148,8 @@ class BackgroundCommits:
             job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made)
             try:
                 self.queue.submit(pending, job.run)
+                if job.reads_cells_alone and options.copies_for_a_thread:
+                    job.named = leave_out(snapshot.tensors, self.stored)
                 self._stage(snapshot, options, job, pending, thread_count(request.num_threads))
             except BaseException as error:
                 job.fail_with(error)
@@ -152,7 +163,7 @@ class BackgroundCommits:
         self, snapshot: Snapshot, options: AsyncOptions, job: _Commit, pending: PendingCommit, num_threads: int
     ) -> None:
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
-        pool = self._pool = self._pool or StagingPool()
+        pool = self._pool = self._pool or StagingPool(prepare=pin, dismiss=unpin)
         budget = options.staging_bytes
         if budget is None:
             budget = pool.held_bytes + available_bytes() // 2
@@ -194,6 +205,12 @@ class _Commit:
         self._commits, self._snapshot, self._request, self._peers = commits, snapshot, request, peers
         self._memory, self._progress, self._on_made = memory, progress, on_made
         self.may_begin = threading.Event()
+        self.named: frozenset[Digest] = frozenset()
+
+    @property
+    def reads_cells_alone(self) -> bool:
+        """Whether the commit looks at nothing but at cells whose chunks are not stored."""
+        return self._peers.size == 1 and self._request.frozen is None and not self._request.frozen_keys
 
     def fail_with(self, error: BaseException) -> None:
         """The call raises `error`: the commit is not made, and the other ranks hear why."""
@@ -204,12 +221,14 @@ class _Commit:
         """Make it, in the thread of the queue."""
         try:
             self.may_begin.wait()
+            stored, self._commits.stored = self.named, frozenset()
             if self._snapshot.error is not None:
                 with collective_errors(self._peers):
                     raise self._snapshot.error
             made = self._commits.make(
                 self._snapshot.tree, self._request, self._peers, memory=self._memory, progress=self._progress
             )
+            self._commits.stored = stored
             if self._on_made is not None:
                 self._on_made()
             return made

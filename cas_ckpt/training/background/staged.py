@@ -17,7 +17,7 @@ number of this one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,8 +25,18 @@ import numpy as np
 from cas_ckpt.errors import ConflictError, InternalError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.nodes import INLINE_BYTES
-from cas_ckpt.objects.spec import Box, raw_dtype
-from cas_ckpt.objects.state import PLAIN_NAME, ArraySource, Container, EncodedValue, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.spec import Box, Spec, raw_dtype
+from cas_ckpt.objects.state import (
+    PLAIN_NAME,
+    ArraySource,
+    CellsToName,
+    Container,
+    EncodedValue,
+    LeafHasher,
+    TensorItem,
+    ValueItem,
+    render_name,
+)
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy, room_bytes
 
@@ -41,20 +51,35 @@ class StagedTensor:
     """One tensor of a snapshot, a `StagedSource`: live at first, then staged, or saved from live memory.
 
     Attributes:
-        boxes: The pieces that this rank holds, in global coordinates.
+        boxes: What is staged, in global coordinates: the pieces that this rank holds, or the cells that are not stored.
         places: Known once it is staged.
+        digests: If only some cells are staged, the leaf digests of each cell of the tensor, joined.
     """
 
-    __slots__ = ("_arrays", "_live", "_snapshot", "boxes", "item_bytes", "num_bytes", "places")
+    __slots__ = (
+        "_arrays", "_live", "_numbers", "_snapshot", "boxes", "digests", "item_bytes", "num_bytes", "places", "spec",
+    )  # fmt: skip
 
-    def __init__(self, snapshot: Snapshot, live: ArraySource, boxes: tuple[Box, ...], item_bytes: int) -> None:
+    def __init__(self, snapshot: Snapshot, live: ArraySource, boxes: tuple[Box, ...], spec: Spec) -> None:
         self._snapshot = snapshot
         self._live: ArraySource | None = live
         self._arrays: tuple[Array, ...] | None = None
+        self._numbers: dict[tuple[int, ...], int] = {}
         self.boxes = boxes
-        self.item_bytes = item_bytes
-        self.num_bytes = sum(box.num_elements for box in boxes) * item_bytes
+        self.spec = spec
+        self.item_bytes = spec.item_bytes
+        self.num_bytes = sum(box.num_elements for box in boxes) * self.item_bytes
         self.places: Places = ()
+        self.digests: tuple[bytes, ...] = ()
+
+    def leave_out(self, boxes: tuple[Box, ...], digests: tuple[bytes, ...]) -> None:
+        """Stage only `boxes`: the chunks of all other cells are stored. Before anything of it is staged."""
+        self.boxes, self.digests = boxes, digests
+        self._numbers = {box.offsets: number for number, box in enumerate(boxes)}
+
+    def leaf_hasher(self) -> LeafHasher | None:
+        """See `HashingSource`: what was hashed before it was staged."""
+        return _RECORDED if self.digests else None
 
     @property
     def room(self) -> int:
@@ -88,6 +113,14 @@ class StagedTensor:
                 "a garbage collection began under this commit, whose state did not fit staging_bytes and has changed "
                 "since: nothing was published; commit again, or with more staging_bytes"
             )
+        if self.digests:
+            number = self._numbers.get(box.offsets)
+            if number is None or self.boxes[number].sizes != box.sizes:
+                raise ConflictError(
+                    "a garbage collection took a chunk that the state had in common with the commit before: its bytes "
+                    "were not staged, nothing was published; commit again"
+                )
+            return arrays[number]
         for held, array in zip(self.boxes, arrays, strict=True):
             if held.sizes == box.sizes and held.offsets == box.offsets:
                 return array
@@ -128,6 +161,17 @@ class StagedTensor:
     def forget(self) -> None:
         """Let go of live and of staged memory."""
         self._live = self._arrays = None
+
+
+class _Recorded:
+    """A `LeafHasher` that knows what was hashed on devices before anything was staged."""
+
+    def cell_digests(self, wanted: Sequence[CellsToName]) -> list[list[bytes]]:
+        """See `LeafHasher`."""
+        return [[each.source.digests[number] for number in each.numbers] for each in wanted]
+
+
+_RECORDED = _Recorded()
 
 
 class Snapshot:
@@ -194,7 +238,7 @@ class Snapshot:
             boxes: tuple[Box, ...] = (spec.box,)
             if item.placement is not None:
                 boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
-            staged = StagedTensor(self, item.source, boxes, spec.item_bytes)
+            staged = StagedTensor(self, item.source, boxes, spec)
             self.tensors.append(staged)
             if tie is not None:
                 self._tied[tie] = staged

@@ -20,10 +20,11 @@ from numpy.lib import format as npy_format
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
 from cas_ckpt.objects.state import Container, Flavor, LeafHasher, Path, TensorItem, render_key
 from cas_ckpt.training.device.cells import DevicePart
+from cas_ckpt.training.device.copies import on_own_stream, to_device
 from cas_ckpt.training.device.trust import hasher_of
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
@@ -219,10 +220,18 @@ class CopiedTensor:
 
     def read(self, box: Box) -> Array:
         """See `ArraySource`; the answer is the caller's own."""
-        part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
-        host = _host_like(part)
-        host.copy_(part)
+        with on_own_stream(self.tensor.device):
+            part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+            host = _host_like(part)
+            host.copy_(part, non_blocking=True)
         return host_bits(host)
+
+    def copy_into(self, box: Box, target: Array) -> None:
+        """See `CopyingSource`."""
+        with on_own_stream(self.tensor.device):
+            part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+            host = torch.from_numpy(target.view(_numpy_raw(target.itemsize)))
+            host.view(part.dtype).copy_(part, non_blocking=True)
 
     def leaf_hasher(self) -> LeafHasher | None:
         """See `HashingSource`."""
@@ -236,8 +245,9 @@ class CopiedTensor:
 
     def sums(self, box: Box) -> Array | None:
         """See `SummingSource`: summed where the elements are, only the sums come over."""
-        part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
-        return _word_sums(part.contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
+        with on_own_stream(self.tensor.device):
+            part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+            return _word_sums(part.contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
 
     def open(self, box: Box) -> Array:
         """See `ArrayTarget`; the array is the caller's own until `done`."""
@@ -248,8 +258,7 @@ class CopiedTensor:
         torch.autograd.graph.increment_version(self.tensor)
         place = copyable_view(self.tensor)
         host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
-        with torch.no_grad():
-            place[box.slices].copy_(host.view(place.dtype))
+        to_device(host.view(place.dtype), place[box.slices])
 
 
 def _word_sums(data: torch.Tensor) -> torch.Tensor:
@@ -281,8 +290,7 @@ class CastTarget:
     def done(self, box: Box, array: Array) -> None:
         """See `ArrayTarget`; the copy is over when this returns."""
         host = torch.from_numpy(array.view(_numpy_raw(array.itemsize))).view(self.stored)
-        with torch.no_grad():
-            self.tensor[box.slices].copy_(host)
+        to_device(host, self.tensor[box.slices])
 
 
 def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
@@ -337,9 +345,18 @@ def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) 
 
 
 def wait_for_devices(devices: Iterable[torch.device]) -> None:
-    """Return when all work queued on these devices is done, so that any thread may copy."""
+    """Return when all work queued on these devices is done, so that any thread may copy.
+
+    Raises:
+        InvalidInputError: inside of a capture of a CUDA graph.
+    """
     for device in devices:
         if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise InvalidInputError(
+                    f"a CUDA graph is being captured on {device}: its work has not run, so that there is nothing to "
+                    "commit or to restore; call this before or after the capture"
+                )
             torch.cuda.synchronize(device)
         elif device.type not in ("cpu", "meta"):
             torch.get_device_module(device.type).synchronize()

@@ -4,6 +4,8 @@
     2. trust.py has one for every device, and says whether it is believed.
     3. cells.py finds where the cells are in memory, hasher.py launches the kernels on a stream of its own.
     4. kernels.py is BLAKE3 for Triton; it is imported when the first tensor is hashed, and need not be there.
+    5. copies.py brings bytes over, on streams of their own, from and to pinned memory.
+    6. Before a state is staged for `commit_async`, unchanged.py leaves out what the last such commit has stored.
 
 Has not met a GPU yet: tests run the kernels in Triton's interpreter, and everything else with tensors of the CPU that
 go the same way (docs/performance.md, "GPUs").

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -12,37 +10,11 @@ import pytest
 import torch
 
 from cas_ckpt import Repository, errors
-from cas_ckpt.objects.spec import Box
-from cas_ckpt.training.capture.tensors import CopiedTensor
 from cas_ckpt.training.device import trust
 from cas_ckpt.training.device.trust import DeviceHasher, hash_with
 from tests.training.device.hashing import CPU, random_tensor
 from tests.training.device.host_kernels import Launches
-
-
-@contextmanager
-def hashed_on_device(kernels: Any) -> Iterator[Any]:
-    """Tensors of the CPU go the way of those on a GPU, hashed by `kernels`."""
-    before = hash_with(CPU, DeviceHasher(CPU, lambda: kernels))
-    try:
-        yield kernels
-    finally:
-        hash_with(CPU, before)
-
-
-@contextmanager
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Box]]:
-    """The boxes that are brought to the host."""
-    found: list[Box] = []
-    read = CopiedTensor.read
-
-    def counted(self: CopiedTensor, box: Box) -> Any:
-        found.append(box)
-        return read(self, box)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CopiedTensor, "read", counted)
-        yield found
+from tests.training.device.paths import counted_reads, hashed_on_device, same_bits
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -69,12 +41,6 @@ def root_of(states: list[dict[str, Any]]) -> list[str]:
             assert same_bits(loaded["model"]["part"], each["model"]["part"])
             assert same_bits(loaded["half"], each["half"])
     return [commit.root for commit in commits]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same, NaNs and all."""
-    first, second = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b))
-    return a.shape == b.shape and torch.equal(first, second)
 
 
 def test_the_same_state_has_the_same_id_whoever_hashes() -> None:

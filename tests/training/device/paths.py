@@ -1,0 +1,46 @@
+"""Tensors of the CPU that go the way of those on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.training.capture.tensors import CopiedTensor
+from cas_ckpt.training.device.trust import DeviceHasher, hash_with
+from tests.training.device.hashing import CPU
+
+
+@contextmanager
+def hashed_on_device(kernels: Any) -> Iterator[Any]:
+    """Tensors of the CPU go the way of those on a GPU, hashed by `kernels`."""
+    before = hash_with(CPU, DeviceHasher(CPU, lambda: kernels))
+    try:
+        yield kernels
+    finally:
+        hash_with(CPU, before)
+
+
+@contextmanager
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Box]]:
+    """The boxes that are brought to the host."""
+    found: list[Box] = []
+    read = CopiedTensor.read
+
+    def counted(self: CopiedTensor, box: Box) -> Any:
+        found.append(box)
+        return read(self, box)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiedTensor, "read", counted)
+        yield found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, NaNs and all."""
+    first, second = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b))
+    return a.shape == b.shape and torch.equal(first, second)
