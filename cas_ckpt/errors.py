@@ -35,9 +35,14 @@ from pathlib import PurePath
 
 
 class CkptError(Exception):
-    """The root of every error that cas_ckpt raises on purpose."""
+    """The root of every error that cas_ckpt raises on purpose.
+
+    Attributes:
+        overwritten: Keys of tensors into which `checkout(atomic=False)` had written something when it raised this.
+    """
 
     exit_code = 1
+    overwritten: tuple[str, ...] = ()
 
 
 class NotFoundError(CkptError, KeyError):

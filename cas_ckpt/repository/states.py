@@ -197,6 +197,7 @@ class StateVerbs(Opened):
         into: Mapping[str, Any],
         strict: bool = True,
         keys: Keys = None,
+        atomic: bool = True,
         allow_pickle: bool = False,
         trust: Trusted | None = None,
         num_threads: int | None = None,
@@ -213,20 +214,23 @@ class StateVerbs(Opened):
             ref: A branch is checked out as such: commits go to it. Anything else detaches `head`.
             strict: Keys must agree; otherwise what only one side has is left alone and reported.
             keys: Restore only these; `head` stays where it is.
+            atomic: False reads everything once instead of twice, and verifies it where it is put: if something is
+                damaged, `overwritten` of the error names the tensors that may have been written into. Of several
+                ranks everything is verified first all the same.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
             memory_bytes: See `commit`.
         Raises:
             SignatureError: nobody who is trusted signed it; `into` is untouched.
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
-            CorruptionError: names the tensor; `into` is untouched.
+            CorruptionError: names the tensor; `into` is untouched, if `atomic`.
             MemoryBudgetError: `memory_bytes` is too little; `into` is untouched.
         """
         from cas_ckpt.training.verbs import checkout_state
 
         self._frozen = None  # what was frozen may hold other bytes now, rightly
         return checkout_state(
-            self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
+            self._handle, ref, into=into, strict=strict, keys=keys, atomic=atomic, allow_pickle=allow_pickle,
             num_threads=num_threads, memory_bytes=memory_bytes, peers=self._ranks.peers, progress=shown(progress),
             trust=given_trust(trust),
         )  # fmt: skip

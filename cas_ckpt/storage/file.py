@@ -256,6 +256,9 @@ def _copy(target: memoryview, source: memoryview) -> None:
 WINDOW_BYTES = 1 << 20
 """A range at least this long is answered as a view of the page cache, a shorter one as a copy."""
 
+MOST_TARGETS = 1024
+"""Places that one call of the system fills (IOV_MAX of Linux)."""
+
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -330,6 +333,23 @@ class FileStore:
                     raise too_short(key, offset, view.nbytes, offset + done)
                 done += got
         return True
+
+    def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
+        """See `ReadsIntoMany`; one call of the system for up to `MOST_TARGETS` of them."""
+        for first in range(0, len(targets), MOST_TARGETS):
+            views = [writable_view(target) for target in targets[first : first + MOST_TARGETS]]
+            length = sum(view.nbytes for view in views)
+            descriptor, size = self._located(key, offset, length)
+            if offset + length > size:
+                raise too_short(key, offset, length, size)
+            with reading(key):
+                got = os.preadv(descriptor.fd, views, offset)
+            if got < length:  # a signal, or the end of a file that was cut meanwhile
+                for view in views:
+                    self.read_into(key, offset, view)
+                    offset += view.nbytes
+            else:
+                offset += length
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
         """See `Store.prefetch`; asks the kernel to read ahead."""

@@ -293,6 +293,15 @@ class EmulatesConditions(Protocol):
 
 
 @runtime_checkable
+class ReadsIntoMany(Protocol):
+    """A store that brings consecutive bytes into several places at less than the cost of a read for each."""
+
+    def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
+        """As `Store.read_into` of each target, the first from `offset` on, each from where the one before it ends."""
+        ...
+
+
+@runtime_checkable
 class DeletesMany(Protocol):
     """A store that deletes many keys at less than the cost of each."""
 

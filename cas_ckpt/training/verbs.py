@@ -132,6 +132,7 @@ def checkout_state(
     peers: Peers = SOLO,
     progress: Progress = SILENT,
     trust: Trust | None = None,
+    atomic: bool = True,
 ) -> CheckoutReport:
     """Make `into` what the commit holds, in place; collective, the caller is inside of `collective_errors`.
 
@@ -139,7 +140,8 @@ def checkout_state(
 
     Raises:
         MismatchError: keys, shapes, dtypes or ties do not agree. CorruptionError: stored bytes
-            are damaged, names the tensor. In both cases `into` is untouched.
+            are damaged, names the tensor. In both cases `into` is untouched, unless the error has keys as
+            `overwritten`, which it may if not `atomic`.
         PeerError: another rank failed; what `into` holds on every rank is untouched unless the
             message says otherwise.
         MemoryBudgetError: `memory_bytes`, beyond what `into` has, is too little.
@@ -147,6 +149,7 @@ def checkout_state(
     listed = [keys] if isinstance(keys, str) else keys
     asked = {
         "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
+        "atomic": atomic,
     }  # fmt: skip
     hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
     memory_bytes = memory_budget(memory_bytes, num_ranks=hosts.count(hosts[peers.rank]))
@@ -162,7 +165,7 @@ def checkout_state(
     with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
         plan, unexpected = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
-            memory_bytes=memory_bytes, peers=peers, progress=progress,
+            memory_bytes=memory_bytes, peers=peers, progress=progress, atomic=atomic,
         )  # fmt: skip
     if keys is None:
         handle.head = Head(branch, Digest(found).hex())
@@ -187,6 +190,7 @@ def _restore(
     memory_bytes: int,
     peers: Peers,
     progress: Progress,
+    atomic: bool,
 ) -> tuple[RestorePlan, tuple[str, ...]]:
     """Bring the commit into `into`, on all ranks; what was done, and the keys that no rank wanted.
 
@@ -225,7 +229,7 @@ def _restore(
     with naming_forgotten(handle, root):
         num_bytes = fetch_on_ranks(
             handle, copies, peers=peers, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-            on_planned=note.planned, on_verified=on_verified,
+            on_planned=note.planned, on_verified=on_verified, atomic=atomic,
         )  # fmt: skip
     plan.finish()
     done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere

@@ -17,7 +17,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
-from cas_ckpt.transfer.sources import STAGED, Source
+from cas_ckpt.transfer.sources import STAGED, Source, reads_into_many
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""
@@ -35,6 +35,10 @@ class VerifiedExtent:
     digests: list[Digest]
 
 
+def drop(start: int, step: memoryview) -> None:
+    """What is done with a step that was to be verified, and no more."""
+
+
 class ChunkReader:
     """Reads chunks from a store, or from what has its bytes, with scratch memory of its own; one per thread.
 
@@ -45,6 +49,8 @@ class ChunkReader:
     def __init__(self, store: Source, relocate: Relocate | None = None) -> None:
         self._store = store
         self._relocate = relocate
+        self._read_many = reads_into_many(store)
+        self._header = memoryview(b"")
         self._scratch = memoryview(b"")
 
     # --- which extents hold a chunk --------------------------------------------------------
@@ -56,7 +62,9 @@ class ChunkReader:
             CorruptionError: damaged, or of another chunk.
             NotFoundError: the pack is not there.
         """
-        header = self._store.get_range(place.pack, place.offset, place.header_bytes)
+        return self._opened(digest, place, self._store.get_range(place.pack, place.offset, place.header_bytes))
+
+    def _opened(self, digest: Digest, place: Location, header: Buffer) -> VerifiedExtent:
         info, digests = decode_entry_header(header, offset=place.offset)
         if info.digest != digest or info.kind != ObjectKind.CHUNK:
             raise CorruptionError(
@@ -73,16 +81,57 @@ class ChunkReader:
     def open_expected(self, digest: Digest, place: Location, num_bytes: int) -> VerifiedExtent:
         """The same, of a chunk of `num_bytes`, with the leaves that `place` has."""
         extent = self.open_extent(digest, place)
-        info = extent.info
-        if info.num_bytes != num_bytes:
-            raise CorruptionError(f"chunk {short(digest)} is {info.num_bytes} bytes, not {num_bytes}")
-        if (info.first_leaf, info.num_leaves) != (place.first_leaf, place.num_leaves):
-            raise CorruptionError(
-                f"chunk {short(digest)}, in {extent.pack} at offset {info.offset}: leaves from "
-                f"{info.first_leaf} on, {info.num_leaves} of them, where {place.num_leaves} from "
-                f"{place.first_leaf} on were wanted: run repo.rebuild_index()"
-            )
+        _check_expected(extent, place, num_bytes)
         return extent
+
+    def stream(
+        self,
+        digest: Digest,
+        place: Location,
+        num_bytes: int,
+        *,
+        into: memoryview | None = None,
+        take: Callable[[int, memoryview], object] = drop,
+    ) -> VerifiedExtent:
+        """Read a raw extent of a chunk of `num_bytes` from front to end, and verify it step by step.
+
+        The header comes by the request that brings the first step.
+
+        Args:
+            place: One of which `is_plain` holds.
+            into: As long as the extent: the steps are read right there, and verified there. None: into scratch memory.
+            take: Called with each step once it is verified, and where in the extent it begins.
+        Raises:
+            CorruptionError, NotFoundError: `into`, and what `take` got, are undefined.
+        """
+        step = max(STEP_BYTES // place.leaf_bytes, 1) * place.leaf_bytes
+        space = self._steps(min(step, place.stored_bytes)) if into is None else into
+        if len(self._header) < place.header_bytes:
+            self._header = memoryview(bytearray(place.header_bytes))
+        header = self._header[: place.header_bytes]
+        part = space[: min(step, place.stored_bytes)]
+        self._read_many(place.pack, place.offset, [header, part])
+        extent = self._opened(digest, place, header)
+        _check_expected(extent, place, num_bytes)
+        if not _is_as_told(extent.info, place):
+            raise CorruptionError(
+                f"{place.pack} at {place.offset}: an extent of other lengths than wanted: run repo.rebuild_index()"
+            )
+        payload, start = place.offset + place.header_bytes, 0
+        while True:
+            _check(extent, part, place.first_leaf + start // place.leaf_bytes)
+            take(start, part)
+            start += len(part)
+            if start >= place.stored_bytes:
+                return extent
+            size = min(step, place.stored_bytes - start)
+            part = space[:size] if into is None else space[start : start + size]
+            self._store.read_into(place.pack, payload + start, part)
+
+    def _steps(self, num_bytes: int) -> memoryview:
+        if len(self._scratch) < num_bytes:
+            self._scratch = memoryview(bytearray(num_bytes))
+        return self._scratch[:num_bytes]
 
     def intact(
         self,
@@ -156,9 +205,7 @@ class ChunkReader:
             return
         leaf = info.leaf_bytes
         step = max(STEP_BYTES // leaf, 1) * leaf
-        if len(self._scratch) < step:
-            self._scratch = memoryview(bytearray(step))
-        scratch = self._scratch
+        scratch = self._steps(step)
         payload_offset = info.offset + info.header_bytes
         for start in range(0, info.stored_bytes, step):
             part = scratch[: min(step, info.stored_bytes - start)]
@@ -286,6 +333,31 @@ class ChunkReader:
                 part = target[start : min(stop * leaf_bytes, info.num_bytes)]
                 self._store.read_into(extent.pack, info.offset + info.header_bytes + start - begin, part)
                 _check(extent, part, first)
+
+
+def is_plain(place: Location, num_bytes: int) -> bool:
+    """Whether the extent at `place`, of a chunk of `num_bytes`, is raw and as long as its leaves, as far as is told."""
+    first, stop = place.first_leaf * place.leaf_bytes, (place.first_leaf + place.num_leaves) * place.leaf_bytes
+    return place.encoding == codec.RAW and place.leaf_bytes > 0 and place.stored_bytes == min(stop, num_bytes) - first
+
+
+def _is_as_told(info: ExtentInfo, place: Location) -> bool:
+    return (info.encoding, info.leaf_bytes, info.header_bytes, info.stored_bytes) == (
+        place.encoding, place.leaf_bytes, place.header_bytes, place.stored_bytes,
+    )  # fmt: skip
+
+
+def _check_expected(extent: VerifiedExtent, place: Location, num_bytes: int) -> None:
+    """Raise CorruptionError unless the extent is of a chunk of `num_bytes`, and has the leaves that `place` has."""
+    info = extent.info
+    if info.num_bytes != num_bytes:
+        raise CorruptionError(f"chunk {short(info.digest)} is {info.num_bytes} bytes, not {num_bytes}")
+    if (info.first_leaf, info.num_leaves) != (place.first_leaf, place.num_leaves):
+        raise CorruptionError(
+            f"chunk {short(info.digest)}, in {extent.pack} at offset {info.offset}: leaves from "
+            f"{info.first_leaf} on, {info.num_leaves} of them, where {place.num_leaves} from "
+            f"{place.first_leaf} on were wanted: run repo.rebuild_index()"
+        )
 
 
 def cover(places: Sequence[Location], num_bytes: int) -> list[Location]:

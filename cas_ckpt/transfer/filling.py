@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.hashing import Array
+from cas_ckpt.transfer.chunk_reader import STEP_BYTES, ChunkReader, Relocate, VerifiedExtent, cover, drop, is_plain
+from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.sources import STAGED, Source, new_memory
 
 
@@ -58,6 +59,7 @@ class StoredChunk:
         by_leaves: Only the leaves that the parts touch are read and verified.
         places: Where its extents are stored.
         extents: Those that were verified.
+        touched: Something was written into the targets of its parts.
         filled: All parts have their bytes already.
     """
 
@@ -69,6 +71,7 @@ class StoredChunk:
     by_leaves: bool = False
     places: Sequence[Location] = ()
     extents: list[VerifiedExtent] = field(default_factory=list)
+    touched: bool = False
     filled: bool = False
 
 
@@ -111,10 +114,56 @@ class ChunkFiller:
             if chunk.by_leaves:
                 self.read_leaves(chunk)
             else:
-                chunk.extents = self.reader.verify(chunk.digest, chunk.places, chunk.num_bytes)
+                chunk.extents = self._streamed(chunk) or self.reader.verify(chunk.digest, chunk.places, chunk.num_bytes)
         except CkptError as error:
             raise named(error, chunk.key) from error
         self._progress.advance(chunk.num_bytes)
+
+    def _streamed(self, chunk: StoredChunk, target: Array | None = None) -> list[VerifiedExtent]:
+        """The extents of the chunk, read once from front to end and verified; none: it is to be read by other means.
+
+        Args:
+            target: Filled on the way, in C order; undefined if there are none.
+        """
+        places = cover(chunk.places, chunk.num_bytes)
+        if not all(is_plain(place, chunk.num_bytes) for place in places):
+            return []
+        space = None if target is None or not target.flags.c_contiguous else target.reshape(-1).view(np.uint8).data
+        found = []
+        for place in places:
+            into, take, begin = None, drop, place.first_leaf * place.leaf_bytes
+            if space is not None:
+                into = space[begin : begin + place.stored_bytes]
+            elif target is not None:
+                take = partial(_put, target, begin)
+            try:
+                found.append(self.reader.stream(chunk.digest, place, chunk.num_bytes, into=into, take=take))
+            except (CorruptionError, NotFoundError):  # who reads it by other means says what is wrong, and where
+                return []
+        return found
+
+    def fill_once(self, chunk: StoredChunk) -> None:
+        """Read, verify and fill in one pass: for targets that may be touched before all is verified."""
+        try:
+            if not self._streamed_into(chunk):
+                self.read_leaves(chunk)
+                self.fill_from(chunk, self.scratch(chunk.num_bytes))
+        except CkptError as error:
+            raise named(error, chunk.key) from error
+        self._progress.advance(chunk.wanted_bytes)
+
+    def _streamed_into(self, chunk: StoredChunk) -> bool:
+        """Read the chunk straight into its target, if it has one that wants all of it; whether that was done."""
+        if len(chunk.parts) != 1 or chunk.by_leaves or chunk.wanted_bytes != chunk.num_bytes:
+            return False
+        (part,) = chunk.parts
+        chunk.touched = True
+        array = part.target.open(part.place)
+        if not (extents := self._streamed(chunk, as_raw(array, part.item_bytes))):
+            return False
+        chunk.extents = extents
+        part.target.done(part.place, array)
+        return True
 
     def fill(self, chunk: StoredChunk) -> None:
         """Fill all parts with the chunk, which is verified."""
@@ -132,12 +181,7 @@ class ChunkFiller:
                 raw = raw_dtype(part.item_bytes)
                 target = array if array.dtype == raw else array.view(raw)
                 if straight:
-                    in_place = target.flags.c_contiguous
-                    stretch = target.reshape(-1).view(np.uint8) if in_place else self.scratch(target.nbytes)
-                    start = part.start or 0
-                    straight = self.reader.refill(chunk.extents, stretch.data, start, cached_only=several)
-                    if straight and not in_place:
-                        np.copyto(target, stretch.view(raw).reshape(target.shape))
+                    straight = self._refill(chunk, target, part.start or 0, cached_only=several)
                 if not straight:
                     space = self._whole(chunk) if space is None else space
                     np.copyto(target, _elements(part, space, raw))
@@ -145,6 +189,22 @@ class ChunkFiller:
                 self._progress.advance(target.nbytes)
         except CkptError as error:
             raise named(error, key) from error
+
+    def _refill(self, chunk: StoredChunk, target: Array, start: int, *, cached_only: bool) -> bool:
+        """Fill `target` with the bytes from `start` on of the chunk, which is verified; see `ChunkReader.refill`.
+
+        False, `target` being undefined: not all is in memory, and it is better brought there as a whole.
+        """
+        if target.flags.c_contiguous:
+            stretch = target.reshape(-1).view(np.uint8)
+            return self.reader.refill(chunk.extents, stretch.data, start, cached_only=cached_only)
+        for rows in row_blocks(target, STEP_BYTES):
+            space = self.scratch(rows.nbytes)
+            if not self.reader.refill(chunk.extents, space.data, start, cached_only=True):
+                return False
+            np.copyto(rows, space.view(rows.dtype).reshape(rows.shape))
+            start += rows.nbytes
+        return True
 
     def _whole(self, chunk: StoredChunk) -> Array:
         """The bytes of the chunk in scratch memory; those of the wanted leaves, if it is read by leaves."""
@@ -175,16 +235,9 @@ class ChunkFiller:
             self._space = new_memory(num_bytes)
         return self._space[:num_bytes]
 
-    def read_into(self, chunk: StoredChunk) -> None:
-        """Fill all parts with the chunk in one pass, only the leaves that they touch being read.
-
-        What was touched when this raises is undefined: for targets that nobody has seen yet.
-        """
-        self.read_leaves(chunk)
-        self.fill_from(chunk, self.scratch(chunk.num_bytes))
-
     def fill_from(self, chunk: StoredChunk, space: Array) -> None:
         """Fill all parts with the chunk, whose bytes (those of the wanted leaves at least) are in `space`."""
+        chunk.touched = True
         for part in chunk.parts:
             array, raw = part.target.open(part.place), raw_dtype(part.item_bytes)
             np.copyto(array if array.dtype == raw else array.view(raw), _elements(part, space, raw))
@@ -193,6 +246,7 @@ class ChunkFiller:
 
     def fill_run(self, chunk: StoredChunk, start: int, plain: Array) -> None:
         """Fill what all parts want of the bytes from `start` on of the chunk: whole leaves, so whole elements."""
+        chunk.touched = True
         for part in chunk.parts:
             raw, cell = raw_dtype(part.item_bytes), part.cell or part.place.sizes
             wanted = part.box or Box((0,) * len(cell), cell)
@@ -208,6 +262,31 @@ class ChunkFiller:
                 target = array if array.dtype == raw else array.view(raw)
                 np.copyto(target, data.reshape(box.sizes)[common.relative_to(box).slices])
                 part.target.done(place, array)
+
+
+def _put(target: Array, begin: int, start: int, step: memoryview) -> None:
+    """Bring consecutive bytes of a cell to their places in `target`, which has the cell's sizes.
+
+    Args:
+        begin, start: Their sum is where they begin in the cell.
+    """
+    found = np.frombuffer(step, target.dtype)
+    first = (begin + start) // target.itemsize
+    for box in boxes_of_run(target.shape, first, first + len(found)):
+        np.copyto(target[box.slices], found[: box.num_elements].reshape(box.sizes))
+        found = found[box.num_elements :]
+
+
+def row_blocks(array: Array, num_bytes: int) -> Iterator[Array]:
+    """Views of consecutive rows of `array`, each of about so many bytes, that together are all of it in C order."""
+    while array.ndim > 1 and len(array) == 1:
+        array = array[0]
+    if not array.ndim:
+        yield array
+        return
+    step = max(1, num_bytes * len(array) // array.nbytes)
+    for first in range(0, len(array), step):
+        yield array[first : first + step]
 
 
 def boxes_of_run(sizes: tuple[int, ...], first: int, stop: int) -> Iterator[Box]:

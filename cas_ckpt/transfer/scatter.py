@@ -34,8 +34,9 @@ from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.arrivals import fill_as_they_arrive
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import Restored, fill_as_they_arrive, nothing, sourced, verify_chunks
+from cas_ckpt.transfer.fetch import Restored, nothing, sourced, verify_chunks
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers

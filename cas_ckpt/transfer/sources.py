@@ -20,7 +20,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -32,7 +32,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
-from cas_ckpt.storage.store import Store, too_short
+from cas_ckpt.storage.store import ReadsIntoMany, Store, too_short
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span
 
@@ -92,6 +92,19 @@ class Source(Protocol):
     def get_range(self, key: str, offset: int, length: int) -> Buffer: ...
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool: ...
+
+
+def reads_into_many(source: Source) -> Callable[[str, int, Sequence[memoryview]], object]:
+    """How consecutive bytes of `source` come into several places: together where it can, else one after the other."""
+    if isinstance(source, ReadsIntoMany):
+        return source.read_into_many
+
+    def read(key: str, offset: int, targets: Sequence[memoryview]) -> None:
+        for target in targets:
+            source.read_into(key, offset, target)
+            offset += target.nbytes
+
+    return read
 
 
 class SpanMemory:

@@ -24,6 +24,7 @@ alone, so a placement need not name the boxes of other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -55,6 +56,9 @@ from cas_ckpt.transfer.workers import one_ahead, thread_count
 BATCH_BYTES = 48 * 1024 * 1024
 """About as much is read together by who uses one array after the other; two such batches are in memory."""
 
+_SHOWN_KEYS = 10
+"""Keys that a message lists."""
+
 WHOLE_SHARE = 0.5
 """From this share of a chunk's bytes on, all of it is read in one run; below, only the leaves that are wanted."""
 
@@ -68,25 +72,28 @@ def fetch_tensors(
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
     unseen: bool = False,
+    atomic: bool = True,
 ) -> int:
     """Fill every target with its tensor, or with the box of it that is wanted; how many plain bytes were read for it.
 
     Args:
         memory_bytes: Most memory that this takes beyond the targets; None: see memory.py.
-        on_verified: Called when everything is verified, before the first target is touched.
+        on_verified: Called before the first target is touched: when everything is verified, unless in one pass.
         unseen: Nobody knows the targets yet: they may be touched before, and are undefined when this raises.
+        atomic: False: all is verified, but in one pass; some targets may be overwritten when damage is found.
     Raises:
-        CorruptionError, NotFoundError: naming the tensor; no target was touched.
+        CorruptionError, NotFoundError: naming the tensor; no target was touched, unless it has keys as `overwritten`.
     """
     chunks = _planned_chunks(handle, copies)
     store = handle.reads_of(sum(chunk.num_bytes for chunk in chunks)) if unseen else handle.store
     while True:
         try:
-            fetch_chunks(
-                store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
-                memory_bytes=memory_bytes, progress=progress, relocate=handle.relocate, on_verified=on_verified,
-                unseen=unseen,
-            )  # fmt: skip
+            with nullcontext() if atomic or unseen else _naming_overwritten(chunks):
+                fetch_chunks(
+                    store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
+                    memory_bytes=memory_bytes, progress=progress, relocate=handle.relocate, on_verified=on_verified,
+                    one_pass=unseen or not atomic,
+                )  # fmt: skip
             break
         except CorruptionError:
             if not isinstance(store, CachedReads) or not store.distrust():
@@ -96,6 +103,21 @@ def fetch_tensors(
         if copy.stored.node is None:
             _fill_inline(copy, [copy.box or copy.stored.spec.box])
     return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
+
+
+@contextmanager
+def _naming_overwritten(chunks: Sequence[StoredChunk]) -> Iterator[None]:
+    """Errors of the block say into which tensors something was written."""
+    try:
+        yield
+    except CkptError as error:
+        keys = sorted({part.key for chunk in chunks if chunk.touched for part in chunk.parts})
+        if keys:
+            more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+            text = f"overwritten by then, at least in part: {', '.join(keys[:_SHOWN_KEYS])}{more}; check out again"
+            error.args = (f"{error}; {text}", *error.args[1:])
+            error.overwritten = tuple(keys)
+        raise
 
 
 def _planned_chunks(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[StoredChunk]:
@@ -238,6 +260,7 @@ def fetch_on_ranks(
     progress: Progress = SILENT,
     on_planned: Callable[[ReadPlan, Sequence[StoredTensor]], object] | None = None,
     on_verified: Callable[[], object] = nothing,
+    atomic: bool = True,
 ) -> int:
     """Fill every target of every rank with its tensor, or with its part of it; how many plain bytes this rank read.
 
@@ -251,6 +274,7 @@ def fetch_on_ranks(
         on_planned: Called with the plan of all ranks, and the tensors that its requests are for, once it is made. A
             process that is alone, and divides nothing, makes none.
         on_verified: Called when everything is verified on all ranks, before the first target is touched.
+        atomic: As for `fetch_tensors`; of several ranks, which have to agree before they send, all is verified first.
 
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched on any rank, unless
@@ -261,7 +285,7 @@ def fetch_on_ranks(
     if peers.size == 1 and all(copy.placement is None for copy in copies):
         return fetch_tensors(
             handle, copies, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-            on_verified=on_verified,
+            on_verified=on_verified, atomic=atomic,
         )  # fmt: skip
     chunks, cells, incoming = _plan_shared(handle, copies, peers, on_planned)
     verify_and_scatter(
