@@ -44,7 +44,7 @@ from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Abilities, Store
 from cas_ckpt.testing import CountingStore
-from cas_ckpt.transfer import fetch
+from cas_ckpt.transfer import arrivals
 from cas_ckpt.transfer.read_plan import ReadLimits
 
 AT_ONCE = 16
@@ -244,7 +244,7 @@ def limits(num_bytes: int) -> None:
                 for gap_kib in (0, 64, 256, 1024):
                     for span_mib in (1, 4, 8):
                         found = ReadLimits(gap_kib << 10, (span_mib << 20) + (256 << 10))
-                        fetch.limits_of = lambda store, total_bytes=None, found=found: found  # type: ignore[misc]
+                        arrivals.limits_of = lambda *_, found=found, **__: found  # type: ignore[misc]
                         wanted = stored[::share]
                         copies = [
                             TensorCopy(path, each, _Target(np.zeros(each.spec.shape, each.spec.dtype)))

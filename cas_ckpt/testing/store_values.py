@@ -20,7 +20,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 from unittest import SkipTest
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.storage.store import MOST_VALUE_BYTES, ListsVersions, Store, delete_many
+from cas_ckpt.storage.store import MOST_VALUE_BYTES, ListsVersions, ReadsIntoMany, Store, delete_many
 
 
 class StoreCase:
@@ -349,7 +349,19 @@ def expect_reads_agree(store: Store, key: str, value: bytes) -> None:
     expect_same(store.get_tail(key, 10), (size, value[-10:]), "get_tail")
     expect(store.read_into(key, 0, memoryview(target)), "read_into answers True")
     expect_same(bytes(target), value, "read_into")
+    if isinstance(store, ReadsIntoMany):
+        _check_many_targets(store, key, value)
     expect_same(store.head(key), size, "head")
+
+
+def _check_many_targets(store: ReadsIntoMany, key: str, value: bytes) -> None:
+    """read_into_many fills many places, some of them empty, and refuses what ends behind the value."""
+    size = len(value)
+    places = [bytearray(length) for length in (1, 0, *[3] * min(2000, size // 4), 5)]
+    store.read_into_many(key, 2, [memoryview(place) for place in places])
+    expect_same(b"".join(places), value[2 : 2 + sum(map(len, places))], "read_into_many")
+    behind = [memoryview(bytearray(size)), memoryview(bytearray(1))]
+    expect_raises(CorruptionError, "many places, past the end", store.read_into_many, key, 0, behind)
 
 
 # --- ranges, tails, reads into the caller's memory ------------------------------------------

@@ -162,7 +162,10 @@ def checkout_state(
         handle.refs.packs[Digest(found)] = pack
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
-    with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
+    with (
+        logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note,
+        python_gc_paused(),
+    ):
         plan, unexpected = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
             memory_bytes=memory_bytes, peers=peers, progress=progress, atomic=atomic,
@@ -268,7 +271,7 @@ def load_state(
         )
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     root = Digest(row.root)
-    with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note:
+    with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note, python_gc_paused():
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)

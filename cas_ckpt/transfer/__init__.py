@@ -9,8 +9,8 @@ Saving:
 Restoring:
     4. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; filling.py brings a chunk to
        all targets that want it; fetch.py does that for a list of chunks: first every byte is verified, then every byte
-       is copied into place. Over a network read_plan.py joins what is near; sources.py keeps what was read and
-       verified until it is copied
+       is copied into place; or both chunk by chunk, in one pass. Over a network read_plan.py joins what is near into
+       spans, arrivals.py reads them, sources.py keeps what was read and verified until it is copied
     5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
     6. scan.py reads packs from front to end, for fsck
 

@@ -19,12 +19,13 @@ held twice; what fell out of it is verified again on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
 
-from cas_ckpt.errors import NotFoundError
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import Location
@@ -37,6 +38,9 @@ from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_p
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
+
+PROBES = 8
+"""Places of each pack where it is looked at whether the page cache has it."""
 
 LOOKAHEAD = 8
 """Chunks whose reading is announced to a local store ahead of time."""
@@ -176,14 +180,28 @@ def verify_chunks(
 
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
-    """The chunks in order, each announced to the store `LOOKAHEAD` chunks before its turn."""
+    """The chunks in order, each announced to the store `LOOKAHEAD` chunks before its turn, unless it is in memory."""
+    there = packs_in_memory(store, chunks)
     for at, chunk in enumerate(chunks):
         first = at + LOOKAHEAD if at else 0
         for ahead in chunks[first : at + LOOKAHEAD + 1]:
-            if not ahead.by_leaves:
-                place = ahead.places[0]
+            place = ahead.places[0]
+            if not ahead.by_leaves and place.pack not in there:
                 store.prefetch(place.pack, place.offset, place.header_bytes + place.stored_bytes)
         yield chunk
+
+
+def packs_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> set[str]:
+    """The packs of which the page cache seems to have all that is wanted: a few places of each are looked at."""
+    found: set[str] = set()
+    probe = memoryview(bytearray(1))
+    for pack, group in groupby(chunks, key=lambda chunk: chunk.places[0].pack):
+        places = [chunk.places[0] for chunk in group]
+        step = max(1, len(places) // PROBES)
+        with suppress(CorruptionError, NotFoundError):  # who reads it says what is wrong
+            if all(store.read_into(pack, place.end - 1, probe, cached_only=True) for place in places[::step]):
+                found.add(pack)
+    return found
 
 
 # --- new arrays ---------------------------------------------------------------------------------

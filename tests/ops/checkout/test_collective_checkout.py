@@ -146,8 +146,9 @@ def chunk_bytes_read(state: Saved, size: int, way: Placement | None) -> int:
 def test_every_chunk_is_read_once_however_many_ranks_want_it(state: Saved, size: int) -> None:
     # Once from the medium to verify it, once from what the medium's cache holds to copy it.
     twice = 2 * ARRAYS["line"].nbytes
-    assert chunk_bytes_read(state, size, None) == twice
-    assert chunk_bytes_read(state, size, divided_by(mesh(size), 0)) == twice
+    headers = 16 << 10  # which are read with the first bytes of their chunks
+    assert twice <= chunk_bytes_read(state, size, None) <= twice + headers
+    assert twice <= chunk_bytes_read(state, size, divided_by(mesh(size), 0)) <= twice + headers
 
 
 def test_ranks_share_the_reading_of_what_all_want(state: Saved) -> None:

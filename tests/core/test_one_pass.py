@@ -1,0 +1,148 @@
+"""In one pass: all that is brought back was verified, and an error says what was overwritten by then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cas_ckpt import Repository
+from cas_ckpt.core.packs import read_directory
+from cas_ckpt.core.refs import UNKNOWN_HEAD
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.storage.file import FileStore
+from tests.builders import new_repository
+
+STATE = {
+    "square": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024),
+    "tall": torch.randn(30_000, 50, generator=torch.Generator().manual_seed(1)),
+    "line": torch.arange(700_000, dtype=torch.int64),
+    "zeros": torch.zeros(1 << 18),
+    "inline": torch.arange(5.0),
+}
+ENCODINGS = ["raw", "zstd", "planes"]
+
+
+@pytest.fixture
+def made(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    encoding = getattr(request, "param", "raw")
+    new_repository(tmp_path / "repo", encoding=encoding).close()
+    with Repository.open(tmp_path / "repo", group=None) as repo:
+        repo.commit(STATE)
+    return tmp_path / "repo"
+
+
+def blank() -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
+
+
+def extents(path: Path) -> list[tuple[Path, ExtentInfo]]:
+    store = FileStore(path)
+    found = []
+    for pack in sorted((path / "packs").glob("*/*.data")):
+        _, infos = read_directory(store, str(pack.relative_to(path)))
+        found += [(pack, info) for info in infos]
+    return sorted(found, key=lambda each: (str(each[0]), each[1].offset))
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("made", ENCODINGS, indirect=True)
+def test_every_target_is_filled_whatever_its_strides(made: Path) -> None:
+    target = blank()
+    target["square"] = torch.full((1024, 1024), 7.0).t()
+    target["tall"] = torch.full((30_000, 64), 7.0)[:, 3:53]
+    with Repository.open(made, group=None) as repo:
+        repo.checkout("main", into=target, atomic=False)
+        assert repo.head.branch == "main"
+        loaded = repo.load("main")
+    for name, tensor in STATE.items():
+        assert torch.equal(target[name], tensor) and torch.equal(loaded[name], tensor), name
+
+
+def test_of_a_part_of_the_state_the_rest_stays(made: Path) -> None:
+    target = blank()
+    with Repository.open(made, group=None) as repo:
+        repo.checkout("main", into=target, keys=["line", "inline"], atomic=False)
+    assert torch.equal(target["line"], STATE["line"]) and torch.equal(target["inline"], STATE["inline"])
+    assert all((target[name] == 7).all() for name in ("square", "tall", "zeros"))
+
+
+@pytest.mark.parametrize("part", ["entry header", "leaf digests", "payload begin", "payload end"])
+@pytest.mark.parametrize("made", ["raw", "planes"], indirect=True)
+def test_a_flipped_bit_is_found_and_what_was_overwritten_is_named(made: Path, part: str) -> None:
+    pack, info = max(extents(made), key=lambda each: each[1].stored_bytes)
+    flip(pack, {
+        "entry header": info.offset + 20,
+        "leaf digests": info.offset + info.header_bytes - 20,
+        "payload begin": info.offset + info.header_bytes,
+        "payload end": info.end - 1,
+    }[part])  # fmt: skip
+    target = blank()
+    with Repository.open(made, group=None) as repo:
+        with pytest.raises(CorruptionError) as caught:
+            repo.checkout("main", into=target, atomic=False)
+        assert repo._handle.head == UNKNOWN_HEAD
+        with pytest.raises(CorruptionError):
+            repo.load("main")
+    _check_overwritten(caught.value, target)
+
+
+def _check_overwritten(error: CkptError, target: dict[str, torch.Tensor]) -> None:
+    for name, tensor in target.items():
+        assert name in error.overwritten or (tensor == 7).all(), name
+    assert all(name in str(error) for name in error.overwritten)
+
+
+def test_a_pack_that_is_cut_short_or_gone_is_found(made: Path) -> None:
+    pack, _ = extents(made)[-1]
+    whole = pack.read_bytes()
+    pack.write_bytes(whole[: len(whole) // 2])
+    with Repository.open(made, group=None) as repo, pytest.raises(CorruptionError) as caught:
+        repo.checkout("main", into=(target := blank()), atomic=False)
+    _check_overwritten(caught.value, target)
+    pack.unlink()
+    with Repository.open(made, group=None) as repo, pytest.raises(NotFoundError):
+        repo.checkout("main", into=(target := blank()), atomic=False)
+
+
+def test_what_is_damaged_in_one_pack_is_taken_from_another(made: Path, tmp_path: Path) -> None:
+    new_repository(tmp_path / "other").close()
+    with Repository.open(tmp_path / "other", group=None) as repo:
+        repo.commit(STATE)
+    for pack, _ in extents(tmp_path / "other"):
+        copy = made / pack.relative_to(tmp_path / "other")
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(pack.read_bytes())
+    pack, info = extents(made)[0]
+    flip(pack, info.end - 1)
+    target = blank()
+    with Repository.open(made, group=None, index_url=":memory:") as repo:
+        repo.checkout("main", into=target, atomic=False)
+        loaded = repo.load("main", dtype=torch.float64)
+    for name, tensor in STATE.items():
+        assert torch.equal(target[name], tensor)
+        assert np.array_equal(loaded[name].numpy(), tensor.numpy().astype(loaded[name].numpy().dtype))
+
+
+def test_a_checkout_that_is_atomic_touches_nothing_where_one_pass_does(made: Path) -> None:
+    pack, info = extents(made)[-1]
+    flip(pack, info.end - 1)
+    target = blank()
+    with Repository.open(made, group=None) as repo:
+        with pytest.raises(CorruptionError) as caught:
+            repo.checkout("main", into=target)
+        assert not caught.value.overwritten and all((tensor == 7).all() for tensor in target.values())
+        with pytest.raises(CorruptionError) as caught:
+            repo.checkout("main", into=target, atomic=False, num_threads=1)
+    assert caught.value.overwritten
+    _check_overwritten(caught.value, target)
