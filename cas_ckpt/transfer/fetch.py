@@ -39,6 +39,9 @@ from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
+WORTH_PROBING_BYTES = 64 * 1024 * 1024
+"""From so much on it is looked at whether the page cache has what is read."""
+
 PROBES = 8
 """Places of each pack where it is looked at whether the page cache has it."""
 
@@ -181,7 +184,7 @@ def verify_chunks(
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
     """The chunks in order, each announced to the store `LOOKAHEAD` chunks before its turn, unless it is in memory."""
-    there = packs_in_memory(store, chunks)
+    there = packs_in_memory(store, chunks) if bytes_to_read(chunks) >= WORTH_PROBING_BYTES else ()
     for at, chunk in enumerate(chunks):
         first = at + LOOKAHEAD if at else 0
         for ahead in chunks[first : at + LOOKAHEAD + 1]:

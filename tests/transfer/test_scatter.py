@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -143,6 +144,10 @@ class _Watched(FileStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.fresh = 0
+
+    def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
+        super().read_into_many(key, offset, targets)
+        self.fresh += targets[-1].nbytes
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         if cached_only and self.forgets and target.nbytes > 4096:
