@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TransientStorageError,
         UnsupportedValueError,
         UnsupportedVersionError,
+        WorkerError,
     )
     from cas_ckpt.objects.limits import limits
     from cas_ckpt.objects.structures import Named, register_type
@@ -96,6 +97,7 @@ __all__ = [
     "Trust",
     "UnsupportedValueError",
     "UnsupportedVersionError",
+    "WorkerError",
     "__version__",
     "limits",
     "register_type",

@@ -23,6 +23,7 @@
     ├── CancelledError                   a pending commit was cancelled     nothing
     ├── StillPendingError (TimeoutError) it has not ended in time           wait longer
     ├── PeerError                        another rank failed or is gone     mend that rank; abort the step together
+    ├── WorkerError                      a commit's own process died        see why it did; commit again
     └── InternalError                    our bug                            report it
 
 A message says what was wanted, what was found and what to do. `exit_code` is what the
@@ -179,6 +180,13 @@ class PeerError(CkptError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class WorkerError(CkptError):
+    """The process that made the commit (`worker="process"`) died or was stopped for long; the commit is not made.
+
+    The next commit starts another one.
+    """
 
 
 class InternalError(CkptError):

@@ -150,6 +150,7 @@ class Publication:
         generation: gc generation that the chunks were deduplicated against.
         other_parents: Parents after the head of the branch (a merge).
         sign: Makes the signature of the commit's bytes, once for each attempt; None: it is not signed.
+        announce: Told the commit's id, right before its ref is swapped, in each attempt.
     """
 
     commit: CommitObject
@@ -158,6 +159,7 @@ class Publication:
     generation: Generation
     other_parents: Sequence[Digest] = ()
     sign: Callable[[bytes], bytes] | None = None
+    announce: Callable[[Digest], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,8 @@ class _Publishing:
     def _swap(self, ref: Ref, made: Node, hints: Hints | None, *, signed_only: bool | None) -> Published | None:
         """w6: THE COMMIT; None: somebody moved the ref."""
         handle, at = self.handle, self.packs[-1].key
+        if self.publication.announce is not None:
+            self.publication.announce(made.digest)
         try:
             swapped = handle.refs.swap(
                 ref, made.digest, generation=self.generation, signed_only=signed_only,
@@ -361,6 +365,11 @@ def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, lost
     if ref.target is None:
         check_free(handle, kind, name)
     return ref
+
+
+def was_published(handle: RepositoryHandle, branch: str, ours: Digest) -> bool:
+    """Whether the branch names the commit `ours`, or one that was built on it: for whoever lost sight of the swap."""
+    return _follows(handle, branch_target(handle, branch), ours)
 
 
 def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> bool:

@@ -127,7 +127,8 @@ class StateVerbs(Opened):
                 keeps for the next one. None: half of what is available. A state that is larger is saved in part while
                 the call lasts: it returns as soon as the rest fits.
             snapshot: "copy": the state is copied while the call lasts.
-            worker: "thread": the commit is made by a thread of this process.
+            worker: "thread": the commit is made by a thread of this process. "process": by a process of its own, so
+                that this interpreter is free; one for each repository, on Linux. It ends with this process.
             max_in_flight: Commits that may be pending, this one included: the call waits until there are fewer.
         Raises:
             BackgroundCommitError: an earlier commit failed, and nobody has heard of it yet; nothing was begun.

@@ -13,7 +13,6 @@ makes all ranks raise; the branch moves on rank 0 alone, after every rank's pack
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 
@@ -106,7 +105,6 @@ def _commit(
         destination = settle_destination(handle, request, ancestry)
     if memory is None and (request.frozen is not None or request.frozen_keys):
         memory = FrozenMemory()
-    sign = None if request.sign is None else request.sign.sign
     num_bytes, divided = measure(state)
     for _ in range(MAX_GENERATIONS):
         try:
@@ -120,7 +118,7 @@ def _commit(
                         handle, state, request, session, memory=memory, num_bytes=num_bytes, progress=progress
                     )
                 made = _publish(
-                    handle, saved, fields, ancestry, destination, peers, sign, keeps_draft=memory is not None
+                    handle, saved, fields, ancestry, destination, peers, request, keeps_draft=memory is not None
                 )
         except BaseException as error:
             if peers.size > 1 or not isinstance(error, (ConflictError, GenerationMoved)):
@@ -140,7 +138,7 @@ def _commit(
 
 def _publish(
     handle: RepositoryHandle, saved: Saved, fields: CommitFields, ancestry: Ancestry, destination: Destination | None,
-    peers: Peers, sign: Callable[[bytes], bytes] | None, *, keeps_draft: bool,
+    peers: Peers, request: CommitRequest, *, keeps_draft: bool,
 ) -> tuple[CommitInfo, str]:  # fmt: skip
     """Rank 0, which has a destination, publishes; every rank gets the commit, or raises what rank 0 decided.
 
@@ -155,7 +153,7 @@ def _publish(
             if saved.refusal is not None:
                 raise saved.refusal
             with python_gc_paused():
-                publication = _publication(saved, fields, ancestry, sign)
+                publication = _publication(saved, fields, ancestry, request)
                 if not keeps_draft:
                     saved.draft.release()
                 published = publish_commit(handle, publication, destination)
@@ -174,9 +172,7 @@ def _publish(
     return info_from_row(commit_row(digest, data)), branch
 
 
-def _publication(
-    saved: Saved, fields: CommitFields, ancestry: Ancestry, sign: Callable[[bytes], bytes] | None
-) -> Publication:
+def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry, request: CommitRequest) -> Publication:
     nodes, root = saved.draft.nodes()
     layout = layout_node(saved.layout)
     every = {}
@@ -186,7 +182,10 @@ def _publication(
         root, (), fields.message, fields.author, int(clock.now_s() * 1e6), fields.step, fields.metrics, fields.meta,
         layout.digest, saved.draft.counts, ancestry.lineage, ancestry.provenance,
     )  # fmt: skip
-    return Publication(commit, list(every.values()), saved.packs, saved.generation, ancestry.parents, sign)
+    sign = None if request.sign is None else request.sign.sign
+    return Publication(
+        commit, list(every.values()), saved.packs, saved.generation, ancestry.parents, sign, request.announce
+    )
 
 
 def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers: Peers) -> bytes:

@@ -68,9 +68,14 @@ Hashed: TypeAlias = Mapping[str, _Seen | TensorEntry]
 
 
 class FrozenMemory:
-    """What one process knows of the tensors that it declared frozen. One per open repository."""
+    """What one process knows of the tensors that it declared frozen. One per open repository.
+
+    Attributes:
+        num_changes: How often a commit that was made has changed it.
+    """
 
     def __init__(self) -> None:
+        self.num_changes = 0
         self._seen: dict[str, _Seen | TensorEntry] = {}
         # Its own generator: committing must not move anybody's random state.
         self._random = random.Random()
@@ -166,10 +171,16 @@ class FrozenMemory:
 
         What the commit holds and did not declare frozen is forgotten: it may have changed, rightly.
         """
+        self.num_changes += 1
         if self._seen:
             present = {tensor.key for tensor in draft.tensors} | {key for key, _ in draft.inline_tensors()}
             self._seen = {key: seen for key, seen in self._seen.items() if key not in present}
         self._seen.update(hashed)
+
+    def forget(self) -> None:
+        """Trust nothing any more: another process has made a commit, and knows what was frozen in it."""
+        self.num_changes += 1
+        self._seen = {}
 
 
 def _summed(drafts: Sequence[DraftTensor], regions: Regions, checksums: Checksums | None) -> tuple[FrozenTensor, ...]:

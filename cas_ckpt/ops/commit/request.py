@@ -19,7 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -118,6 +118,8 @@ class CommitRequest:
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
         memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
         sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.
+        announce: Told each id that the commit may have, right before a ref is swapped to name it; on the rank that
+            publishes. What it raises ends the commit.
         verb: What was called, as errors name it if other ranks call something else.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
     """
@@ -147,6 +149,7 @@ class CommitRequest:
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = OnDivergence.RAISE
     sign: SigningKey | None = None
+    announce: Callable[[Digest], object] | None = None
     verb: str = "commit"
     called_at: str = ""
 

@@ -26,10 +26,10 @@ from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.process.worker import CommitWorker
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.background.pending import PendingCommit
@@ -39,7 +39,7 @@ from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.training.device.unchanged import leave_out
 from cas_ckpt.training.verbs import captured
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
-from cas_ckpt.transfer.staging import StagingPool
+from cas_ckpt.transfer.staging import Arena, StagingPool
 from cas_ckpt.transfer.workers import thread_count
 
 VERB = "commit_async"
@@ -106,6 +106,7 @@ class BackgroundCommits:
     def __init__(self, handle: RepositoryHandle, turn: Callable[[], AbstractContextManager[object]]) -> None:
         self._handle, self._turn = handle, turn
         self._pool: StagingPool | None = None
+        self._worker: CommitWorker | None = None
         self._calls = threading.Lock()
         self._heard: list[BaseException] = []
         self.stored: frozenset[Digest] = frozenset()  # of tensors on devices, by the last commit, if it was made
@@ -137,6 +138,10 @@ class BackgroundCommits:
         """
         options.check()
         self.queue.refuse_worker()
+        worker = None
+        if options.worker == WorkerKind.PROCESS:
+            worker = self._worker = self._worker or CommitWorker(self._handle)
+            worker.start()  # it gets ready while the state is staged
         with self._calls:  # of two threads that call at once, one stages after the other
             self.queue.admit(options.max_in_flight)
             request = settled(request)
@@ -145,7 +150,7 @@ class BackgroundCommits:
                 snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle)
             pending = PendingCommit(_described(request))
             pending.watch(snapshot, self.queue.is_worker)
-            job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made)
+            job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker)
             try:
                 self.queue.submit(pending, job.run)
                 if job.reads_cells_alone and options.copies_for_a_thread:
@@ -163,7 +168,7 @@ class BackgroundCommits:
         self, snapshot: Snapshot, options: AsyncOptions, job: _Commit, pending: PendingCommit, num_threads: int
     ) -> None:
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
-        pool = self._pool = self._pool or StagingPool(prepare=pin, dismiss=unpin)
+        pool = self._pool_for(options)
         budget = options.staging_bytes
         if budget is None:
             budget = pool.held_bytes + available_bytes() // 2
@@ -179,10 +184,37 @@ class BackgroundCommits:
             job.may_begin.set()
             snapshot.stage_from_back(num_threads=num_threads)
 
-    def make(self, tree: Container, request: CommitRequest, peers: Peers, **rest: Any) -> CommitInfo:
-        """Make the commit, in this thread."""
+    def _pool_for(self, options: AsyncOptions) -> StagingPool:
+        """Memory to stage in; such as another process can map if the commit is made by one."""
+        worker = self._worker if options.worker == WorkerKind.PROCESS else None
+        if self._pool is not None and self._pool.shared != (worker is not None):
+            self._pool.close()  # what a commit still reads is unmapped when it is given back
+            self._pool = None
+        if self._pool is None:
+            self._pool = StagingPool(shared=worker is not None, prepare=pin, dismiss=self._dismiss)
+        return self._pool
+
+    def _dismiss(self, arena: Arena) -> None:
+        """The arena is about to be unmapped, or mapped elsewhere."""
+        unpin(arena)
+        if self._worker is not None:
+            self._worker.forget(arena)
+
+    def make(
+        self, snapshot: Snapshot, request: CommitRequest, peers: Peers, worker: CommitWorker | None, **rest: Any
+    ) -> CommitInfo:
+        """Make the commit, in this thread or in the worker process."""
         with self._turn(), collective_errors(peers):
-            return commit_live(self._handle, tree, request, peers=peers, **rest)
+            if worker is None:
+                return commit_live(self._handle, snapshot.tree, request, peers=peers, **rest)
+
+            def check() -> None:
+                if snapshot.error is not None:
+                    raise snapshot.error
+
+            return worker.commit(
+                snapshot.tree, request, arenas=snapshot.arenas, peers=peers, check=check, **rest
+            )  # fmt: skip
 
     def finish(self) -> None:
         """Wait for what is pending while an error is on its way; nothing is raised of it."""
@@ -190,7 +222,9 @@ class BackgroundCommits:
             self.queue.drain()
 
     def close(self) -> None:
-        """Give back the memory; nothing is pending any more."""
+        """End the worker process, and give back the memory; nothing is pending any more."""
+        if self._worker is not None:
+            self._worker.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -201,7 +235,9 @@ class _Commit:
     def __init__(
         self, commits: BackgroundCommits, snapshot: Snapshot, request: CommitRequest, peers: Peers,
         memory: FrozenMemory | None, progress: Progress, on_made: Callable[[], object] | None,
+        worker: CommitWorker | None,
     ) -> None:  # fmt: skip
+        self._worker = worker
         self._commits, self._snapshot, self._request, self._peers = commits, snapshot, request, peers
         self._memory, self._progress, self._on_made = memory, progress, on_made
         self.may_begin = threading.Event()
@@ -226,7 +262,7 @@ class _Commit:
                 with collective_errors(self._peers):
                     raise self._snapshot.error
             made = self._commits.make(
-                self._snapshot.tree, self._request, self._peers, memory=self._memory, progress=self._progress
+                self._snapshot, self._request, self._peers, self._worker, memory=self._memory, progress=self._progress
             )
             self._commits.stored = stored
             if self._on_made is not None:

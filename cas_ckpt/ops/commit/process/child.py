@@ -1,0 +1,196 @@
+"""The worker process: makes commits of states that another process staged, one after another.
+
+    1. `main` is called in a Python that was started for it: no module of the trainer's program is there, and no torch
+    2. each piece of work says which repository; it is opened once, and stays open between commits
+    3. the tree is unpacked: its tensors are in lent memory, or asked for; then the commit is `commit_live`, as it is
+    4. what is asked of the trainer's process: bytes that are not staged, signatures, collectives of the ranks, and,
+       before the ref is swapped, whether the commit is still wanted; it is told progress and lines of the log
+
+Invariant: whatever it is doing, it can be ended; a commit is there whole or not at all. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+from cas_ckpt import clock
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.limits import limits
+from cas_ckpt.ops.commit.commit import commit_live
+from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.process.packing import pack_head, unpack_head, unpack_request, unpack_tree
+from cas_ckpt.ops.commit.process.sources import make_source
+from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
+from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
+from cas_ckpt.transfer.serving import Served, serve
+
+SIGN, PEERS, PUBLISH = "sign", "peers", "publish"
+"""What a worker asks beside what it asks of sources; the last: whether the commit of an id may be published."""
+
+PROGRESS, LOG = "progress", "log"
+"""What it tells."""
+
+TELL_BYTES = 64 << 20
+TELL_S = 0.2
+"""How often bytes are reported: each message makes the trainer's interpreter run for a moment."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Take commits from the process `parent` until it is gone. Never returns."""
+    serve(descriptor, parent, Commits(), pack_error=pack_error, unpack_error=unpack_error)
+
+
+class Commits:
+    """Makes one commit at a time, all of one repository."""
+
+    def __init__(self) -> None:
+        self._handle: RepositoryHandle | None = None
+        self._memory = FrozenMemory()
+        self._era: Any = None
+
+    def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
+        """The commit: its id and bytes, and the head after it."""
+        _apply_niceness(given["niceness"])
+        _log_to(served, given["log_level"])
+        handle = self._opened(given["repository"])
+        if given["era"] != self._era:  # what was frozen may hold other bytes now, rightly
+            self._memory, self._era = FrozenMemory(), given["era"]
+        handle.head = unpack_head(given["head"])
+        key = given["public_key"]
+        request = unpack_request(
+            given["request"], sign=None if key is None else cast(Any, AskedKey(served, key)),
+            announce=lambda digest: served.ask(PUBLISH, bytes(digest)),
+        )  # fmt: skip
+        tree = unpack_tree(given["tree"], lambda spec, source: make_source(served, spec, source))
+        peers = SOLO if given["peers"] is None else cast(Peers, AskedPeers(served, *given["peers"]))
+        memory = self._memory if request.frozen is not None or request.frozen_keys or self._memory.num_changes else None
+        progress = ToldProgress(served)
+        with limits(**given["limits"]), collective_errors(peers):
+            made = commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
+        digest = Digest(bytes.fromhex(made.id))
+        return [digest, handle.read_node(ObjectKind.COMMIT, digest), pack_head(handle.head)]
+
+    def _opened(self, place: list[Any]) -> RepositoryHandle:
+        if self._handle is None:
+            url, index_place, cache = place
+            self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
+        return self._handle
+
+
+def _apply_niceness(wanted: int) -> None:
+    now = os.nice(0)
+    if wanted > now:
+        os.nice(wanted - now)
+
+
+class AskedKey:
+    """A key to sign with that stays in the trainer's process."""
+
+    def __init__(self, served: Served, public_key: bytes) -> None:
+        self._served = served
+        self.public_key = public_key
+
+    def sign(self, data: bytes) -> bytes:
+        """The signature of `data`."""
+        signature: bytes = self._served.ask(SIGN, data)
+        return signature
+
+
+class AskedPeers:
+    """The other ranks, reached through the connections of the trainer's process. See `Peers`."""
+
+    def __init__(self, served: Served, rank: int, size: int) -> None:
+        self._served = served
+        self.rank, self.size = rank, size
+
+    def begin(self) -> None:
+        """The trainer's process has begun the common work."""
+
+    def gather_all(self, message: Buffer) -> list[bytes]:
+        """See `Peers.gather_all`."""
+        found: list[bytes] = self._served.ask(PEERS, "gather_all", [bytes(message)], {})
+        return found
+
+    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+        """See `Peers.gather`."""
+        found: list[bytes] | None = self._served.ask(PEERS, "gather", [bytes(message)], {"root": root})
+        return found
+
+    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+        """See `Peers.broadcast`."""
+        given = None if message is None else bytes(message)
+        found: bytes = self._served.ask(PEERS, "broadcast", [given], {"root": root})
+        return found
+
+    def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
+        """See `Peers.exchange`."""
+        found: list[Buffer] = self._served.ask(PEERS, "exchange", [list(map(bytes, messages))], {})
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """See `Peers.fail`."""
+        self._served.ask(PEERS, "fail", [pack_error(error)], {})
+
+    def close(self) -> None:
+        """It is not for the worker to leave."""
+
+
+class ToldProgress:
+    """A `Progress` that the trainer's process shows; ends the work once nobody wants it any more."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._lock = threading.Lock()
+        self._untold, self._told_s = 0, clock.monotonic_s()
+
+    def start(self, phase: str, total_bytes: int | None) -> None:
+        """See `Progress`."""
+        self._served.stop_if_cancelled()
+        self._served.tell(PROGRESS, "start", phase, total_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        """See `Progress`."""
+        self._served.stop_if_cancelled()
+        with self._lock:
+            self._untold += num_bytes
+            now_s = clock.monotonic_s()
+            if self._untold < TELL_BYTES and now_s - self._told_s < TELL_S:
+                return
+            told, self._untold, self._told_s = self._untold, 0, now_s
+        self._served.tell(PROGRESS, "advance", told)
+
+    def finish(self) -> None:
+        """See `Progress`."""
+        if self._untold:
+            told, self._untold = self._untold, 0
+            self._served.tell(PROGRESS, "advance", told)
+        self._served.tell(PROGRESS, "finish")
+
+
+class _ToParent(logging.Handler):
+    """Sends lines of the log to the trainer's process."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__()
+        self._served = served
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one line, its traceback in it."""
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        self._served.tell(LOG, record.name, record.levelno, text)
+
+
+def _log_to(served: Served, level: int) -> None:
+    root = logging.getLogger()
+    if not root.handlers:
+        root.addHandler(_ToParent(served))
+        logging.captureWarnings(True)
+    root.setLevel(level)

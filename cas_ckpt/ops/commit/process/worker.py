@@ -1,0 +1,409 @@
+"""`CommitWorker`: commits of one repository in a process of its own; what stays on this side of it.
+
+    1. the process is started when the first commit wants it, and again when it has died
+    2. the arenas that a state was staged in are lent to it; it keeps them mapped as long as the pool keeps them
+    3. `commit` sends tree and request, and answers what the worker asks until the commit is made or has failed
+    4. the worker died: whether the ref was swapped before is looked up, so that "not made" is true when it is said
+
+Invariant: `handle.head` moves if and only if the commit is made. An error of the worker is raised here as what it is;
+its traceback goes to the log (DEBUG). Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import was_published
+from cas_ckpt.core.records import CommitInfo, commit_of, commit_row, info_from_row
+from cas_ckpt.errors import CkptError, ConflictError, InternalError, InvalidInputError, WorkerError
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.limits import current_limits
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.state import ArraySource, Container, TensorItem
+from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.process.child import LOG, PEERS, PROGRESS, PUBLISH, SIGN
+from cas_ckpt.ops.commit.process.packing import Identities, pack_head, pack_request, pack_tree, unpack_head
+from cas_ckpt.ops.commit.process.sources import READ, SAVED, SUMS
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, WorkFailed
+from cas_ckpt.transfer.hashing import SummingSource, as_raw
+from cas_ckpt.transfer.peers import SOLO, Peers, report_instead
+from cas_ckpt.transfer.sent_errors import pack_error, packed_traceback, unpack_error
+from cas_ckpt.transfer.staging import Arena
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+ENTRY = "cas_ckpt.ops.commit.process.child:main"
+"""What the worker process runs."""
+
+NICENESS = 10
+"""How much the worker gives way to the training; see docs/performance.md."""
+
+_METHODS = frozenset({"gather_all", "gather", "broadcast", "exchange"})
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A source that may be staged: then it is private, and each box is at a place in one of the commit's arenas."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether it is staged."""
+        ...
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """What it has, global boxes."""
+        ...
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        """Of each box: number of the arena (-1: none) and where it begins in it."""
+        ...
+
+
+def require_possible(handle: RepositoryHandle) -> None:
+    """Raise InvalidInputError if no other process can commit to this repository."""
+    if isinstance(handle.store, MemoryStore):
+        raise InvalidInputError(
+            f"{handle.store.url} is in the memory of this process, where no worker process can write: "
+            'use worker="thread"'
+        )
+    if not hasattr(os, "memfd_create"):
+        raise InvalidInputError(
+            'worker="process" needs memory that processes share, as Linux has it: use worker="thread"'
+        )
+
+
+class CommitWorker:
+    """Commits of one repository in a process of its own. One thread at a time, but for `forget` and `close`.
+
+    Args:
+        niceness: Of the process, 0 to 19: how much it gives way to others.
+    Raises:
+        InvalidInputError: no other process can commit to this repository.
+    """
+
+    def __init__(self, handle: RepositoryHandle, *, niceness: int = NICENESS) -> None:
+        require_possible(handle)
+        self._handle = handle
+        self._niceness = niceness
+        self._child: ChildProcess | None = None
+        self._lock, self._starting = threading.Lock(), threading.Lock()
+        self._identities = Identities()
+        self._names = itertools.count()
+        self._lent: dict[int, tuple[Arena, int, int]] = {}
+        self._frozen: tuple[FrozenMemory | None, int] = None, 0
+        self._era = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the worker; None: there is none at the moment."""
+        child = self._child
+        return child.pid if child is not None and child.alive else None
+
+    def start(self) -> None:
+        """Let the process start, if there is none: it is ready a second later. From any thread.
+
+        Raises:
+            StorageError: no process can be started.
+        """
+        with self._starting:
+            if self._child is None:
+                self._child = ChildProcess(ENTRY)
+
+    def commit(
+        self, tree: Container, request: CommitRequest, *, arenas: Sequence[Arena] = (), peers: Peers = SOLO,
+        memory: FrozenMemory | None = None, progress: Progress = SILENT, check: Callable[[], object] = lambda: None,
+    ) -> CommitInfo:  # fmt: skip
+        """As `commit_live`: goes on from `handle.head`, and moves it. The caller is inside of `collective_errors`.
+
+        Args:
+            arenas: The memory that the sources of `tree` are staged in, as they number it.
+            memory: What stands for what this process declared frozen; the worker has a memory of its own, which it
+                gives up when this one is another, or was used for a commit that was made here.
+            check: Asked now and then, and right before the commit is published; what it raises ends the commit.
+        Raises:
+            As `commit_live`. WorkerError: the process died; the commit is not made.
+        """
+        child = self._started()
+        asked = _Asked(self, child, request, peers, progress, check)
+        try:
+            try:
+                work = self._packed(child, tree, request, arenas, peers, self._era_of(memory), asked)
+                digest, data, head = child.run(work, answer=asked.answer, note=asked.note, pack_error=pack_error)
+            finally:
+                asked.end()
+        except WorkFailed as failed:
+            _LOGGER.debug("the worker process %d failed:\n%s", child.pid, packed_traceback(failed.packed))
+            raise unpack_error(failed.packed) from None
+        except ChildEnded as ended:
+            return self._after_death(request, asked.published, peers, ended)
+        self._handle.head = unpack_head(head)
+        if memory is not None:
+            memory.forget()  # what a commit here trusts was seen before this one
+            self._frozen = memory, memory.num_changes
+        return info_from_row(commit_row(Digest(digest), data))
+
+    def _era_of(self, memory: FrozenMemory | None) -> int:
+        """Another number than the last time if what was frozen may hold other bytes now, rightly."""
+        now = memory, 0 if memory is None else memory.num_changes
+        if now[0] is not self._frozen[0] or now[1] != self._frozen[1]:
+            self._frozen, self._era = now, self._era + 1
+        return self._era
+
+    def _started(self) -> ChildProcess:
+        child = self._child
+        if child is not None and not child.alive:
+            _LOGGER.info("worker process %d has ended since the last commit: another one is started", child.pid)
+            self._discard()
+        self.start()
+        child = self._child
+        if child is None:
+            raise InvalidInputError("this repository was closed: open it again")
+        return child
+
+    def _packed(
+        self, child: ChildProcess, tree: Container, request: CommitRequest, arenas: Sequence[Arena], peers: Peers,
+        era: int, asked: _Asked,
+    ) -> dict[str, Any]:  # fmt: skip
+        handle = self._handle
+        names = [self._lend(child, arena) for arena in arenas]
+
+        def pack_source(item: TensorItem) -> Any:
+            source = item.source
+            if isinstance(source, Staged) and source.is_private and source.places:
+                return _packed_places(source, names, item)
+            return asked.number(source, item)
+
+        rows = pack_tree(
+            tree, identities=self._identities, pack_source=pack_source, allow_pickle=request.allow_pickle
+        )  # fmt: skip
+        return {
+            "repository": [handle.store.url, handle.index_place, _cache(handle)],
+            "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
+            "public_key": None if request.sign is None else request.sign.public_key,
+            "peers": None if peers is SOLO else [peers.rank, peers.size],
+            "era": era, "niceness": self._niceness, "limits": asdict(current_limits()),
+            "log_level": _LOGGER.getEffectiveLevel(),
+        }  # fmt: skip
+
+    def _lend(self, child: ChildProcess, arena: Arena) -> int:
+        """The name of `arena`, which the child has mapped as it is now."""
+        with self._lock:
+            known = self._lent.get(id(arena))
+            if known is not None and known[2] == arena.num_bytes:
+                return known[1]
+            if known is not None:
+                child.take_back(known[1])
+            name = next(self._names)
+            child.lend(name, arena.fd, arena.num_bytes)
+            self._lent[id(arena)] = arena, name, arena.num_bytes
+            return name
+
+    def forget(self, arena: Arena) -> None:
+        """The arena is about to be unmapped: the child must not keep its memory."""
+        with self._lock:
+            known, child = self._lent.pop(id(arena), None), self._child
+            if known is None or child is None:
+                return
+            try:
+                child.take_back(known[1])
+            except ChildEnded:
+                pass  # and its mappings with it
+
+    def _after_death(
+        self, request: CommitRequest, published: Digest | None, peers: Peers, ended: ChildEnded
+    ) -> CommitInfo:
+        """The commit, if it was made before the child died.
+
+        Raises:
+            WorkerError: it was not.
+        """
+        self._discard()
+        handle = self._handle
+        handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
+        branch = request.branch or handle.head.branch or handle.config.default_branch
+        if published is None:
+            raise WorkerError(f"the commit is not made: its worker {ended}; commit again") from ended
+        try:
+            made = was_published(handle, branch, published)
+        except CkptError as error:
+            raise WorkerError(
+                f"whether the commit {short(published)} was made is not known: its worker {ended}, and the branch "
+                f"{branch!r} cannot be read: {error}; look at it before you commit again"
+            ) from error
+        if not made:
+            raise WorkerError(f"the commit is not made: its worker {ended}; commit again") from ended
+        if peers.size > 1:
+            said = ConflictError(
+                f"commit {short(published)} is made and the branch {branch} names it, but the worker of rank "
+                f"{peers.rank} died right after ({ended}): go on from there"
+            )
+            report_instead(peers, said)
+            raise said from ended
+        _LOGGER.warning("commit %s is made, but its worker died right after: %s", short(published), ended)
+        info = info_from_row(commit_of(handle, published))
+        handle.head = type(handle.head)(branch, info.id)
+        return info
+
+    def _discard(self) -> None:
+        child, self._child = self._child, None
+        with self._lock:
+            self._lent.clear()
+        if child is not None:
+            try:
+                child.close()
+            except ChildEnded as ended:
+                _LOGGER.warning("a worker process is left until its medium answers: %s", ended)
+
+    def close(self) -> None:
+        """End the process; a commit that it is making fails. Idempotent."""
+        self._discard()
+
+
+def _cache(handle: RepositoryHandle) -> str | None:
+    place = handle.cache_place
+    return None if place is None else os.fspath(place)
+
+
+def _packed_places(source: Staged, names: Sequence[int], item: TensorItem) -> list[Any]:
+    numbers = {number for number, _ in source.places}
+    if numbers == {-1}:
+        held = [
+            [list(box.offsets), list(box.sizes), as_raw(_read(source, box), item.spec.item_bytes).tobytes()]
+            for box in source.boxes
+        ]  # fmt: skip
+        return ["held", held]
+    if len(numbers) != 1:
+        raise InternalError("one tensor is staged in several arenas")
+    boxes = [
+        [list(box.offsets), list(box.sizes), begin]
+        for box, (_, begin) in zip(source.boxes, source.places, strict=True)
+    ]  # fmt: skip
+    return ["lent", names[numbers.pop()], boxes]
+
+
+def _read(source: Any, box: Box) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = source.read(box)
+    return array
+
+
+class _Asked:
+    """Answers what the worker asks while it makes one commit.
+
+    Attributes:
+        published: The id that the ref was about to be swapped to; None: it has not come so far.
+    """
+
+    def __init__(
+        self, worker: CommitWorker, child: ChildProcess, request: CommitRequest, peers: Peers, progress: Progress,
+        check: Callable[[], object],
+    ) -> None:  # fmt: skip
+        self._child, self._request, self._peers, self._progress = child, request, peers, progress
+        self._check = check
+        self._unwanted: Exception | None = None
+        self._names = worker._names
+        self._sources: list[tuple[ArraySource, int]] = []
+        self._numbers: dict[int, int] = {}
+        self._slots: dict[int, tuple[Arena, int]] = {}
+        self.published: Digest | None = None
+
+    def number(self, source: ArraySource, item: TensorItem) -> list[Any]:
+        """The source as the worker is told of it: its number, and whether it sums."""
+        number = self._numbers.get(id(source))
+        if number is None:
+            number = self._numbers[id(source)] = len(self._sources)
+            self._sources.append((source, item.spec.item_bytes))
+        return ["asked", number, isinstance(source, SummingSource)]
+
+    def answer(self, name: str, arguments: list[Any]) -> Any:
+        """See `child_process.Answer`."""
+        if name == READ:
+            return self._read(*arguments)
+        if name == SAVED:
+            report = getattr(self._sources[arguments[0]][0], "saved", None)
+            return None if report is None else report()
+        if name == SUMS:
+            number, offsets, sizes = arguments
+            source = self._sources[number][0]
+            found = source.sums(Box(tuple(offsets), tuple(sizes))) if isinstance(source, SummingSource) else None
+            return None if found is None else found.tobytes()
+        if name == SIGN and self._request.sign is not None:
+            return self._request.sign.sign(arguments[0])
+        if name == PEERS:
+            return self._collective(*arguments)
+        if name == PUBLISH:
+            if self._unwanted is not None:
+                raise self._unwanted
+            self._check()
+            self.published = Digest(arguments[0])
+            return None
+        raise InternalError(f"a worker process asks for {name!r}, which nobody knows here")
+
+    def _read(self, number: int, offsets: list[int], sizes: list[int], thread: int) -> int:
+        """The name of memory that begins with the elements of a box; the thread's own until it asks again."""
+        source, item_bytes = self._sources[number]
+        box = Box(tuple(offsets), tuple(sizes))
+        array = as_raw(source.read(box), item_bytes)
+        arena, name = self._slots.get(thread, (None, -1))
+        if arena is None or arena.num_bytes < array.nbytes:
+            if arena is not None:
+                self._child.take_back(name)
+                arena.close()
+            arena, name = Arena(array.nbytes, shared=True), next(self._names)
+            self._slots[thread] = arena, name
+            self._child.lend(name, arena.fd, arena.num_bytes)
+        arena.clear()
+        _, memory = arena.room(array.nbytes)
+        np.copyto(memory.view(array.dtype).reshape(array.shape), array)
+        return name
+
+    def _collective(self, method: str, arguments: list[Any], named: Mapping[str, Any]) -> Any:
+        if method == "fail":
+            report_instead(self._peers, unpack_error(arguments[0]))
+            return None
+        if method not in _METHODS:
+            raise InternalError(f"a worker process asks for the collective {method!r}, which nobody knows here")
+        found = getattr(self._peers, method)(*arguments, **named)
+        return list(map(bytes, found)) if isinstance(found, list) else found
+
+    def note(self, name: str, arguments: list[Any]) -> None:
+        """See `child_process.Note`. What it raises ends the commit, at the latest when it is to be published."""
+        try:
+            self._check()
+            self._note(name, arguments)
+        except Exception as error:
+            self._unwanted = self._unwanted or error
+            raise
+
+    def _note(self, name: str, arguments: list[Any]) -> None:
+        if name == PROGRESS:
+            method, *values = arguments
+            getattr(self._progress, method)(*values)
+        elif name == LOG:
+            logger, level, text = arguments
+            to = logging.getLogger(logger)
+            if to.isEnabledFor(level):
+                to.handle(to.makeRecord(logger, level, "(worker process)", 0, "%s", (text,), None))
+
+    def end(self) -> None:
+        """The commit is over: its slots are taken back."""
+        for arena, name in self._slots.values():
+            try:
+                self._child.take_back(name)
+            except ChildEnded:
+                pass
+            arena.close()
+        self._slots = {}

@@ -1,0 +1,463 @@
+"""Commits made by a worker process are those that this process would have made; its death makes none of them half."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo, Lineage
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    FrozenChangedError,
+    InvalidInputError,
+    PeerError,
+    WorkerError,
+)
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.ops.commit.commit import commit_live
+from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.process import worker
+from cas_ckpt.ops.commit.process.worker import CommitWorker
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.transfer.peers import Peers, collective_errors
+from tests.builders import new_repository, numbers, same_bytes, state, stored_arrays, tensor
+from tests.committing import new_store, on
+from tests.crash.citizen import EAGER
+from tests.ops.commit.worker_entries import MODULE
+from tests.thread_peers import run_ranks
+
+ROOM_BYTES = 12 << 20
+"""What a worker without memory may map more than it has."""
+
+
+@pytest.fixture
+def commits(handle: RepositoryHandle) -> Iterator[CommitWorker]:
+    made = CommitWorker(handle)
+    yield made
+    pid = made.pid
+    made.close()
+    assert made.pid is None
+    assert pid is None or not Path(f"/proc/{pid}").exists(), "it was left behind"
+
+
+def put(commits: CommitWorker, items: dict[Any, Any], **given: Any) -> CommitInfo:
+    own = {name: given.pop(name) for name in ("memory", "progress", "check", "peers") if name in given}
+    return commits.commit(state(items), CommitRequest(**given), **own)
+
+
+def head_of(handle: RepositoryHandle) -> str | None:
+    target = handle.refs.get(RefKind.BRANCH, "main").target
+    return None if target is None else target.hex()
+
+
+def require_whole(handle: RepositoryHandle) -> None:
+    found = check_open(handle, DataOptions())
+    assert not found.problems, found.problems
+
+
+ITEMS = st.recursive(
+    st.one_of(
+        st.integers(), st.text(), st.binary(max_size=3000), st.none(), st.floats(allow_nan=False),
+        st.lists(st.integers(0, 40), min_size=0, max_size=3).map(lambda shape: numbers(*shape, seed=len(shape))),
+        st.just(numbers(300, 700, seed=1)), st.just(numbers(700, 300, seed=2).T), st.just(numbers(5_000, seed=3)[::2]),
+    ),
+    lambda inner: st.dictionaries(st.one_of(st.integers(0, 99), st.text(max_size=5)), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CommitWorker, RepositoryHandle]]:
+    """A worker of one repository, and another repository in this process."""
+    folder = tmp_path_factory.mktemp("beside")
+    here, there = new_repository(folder / "here"), new_repository(folder / "there")
+    commits = CommitWorker(there)
+    yield commits, here
+    commits.close()
+    here.close()
+    there.close()
+
+
+@settings(max_examples=30)
+@given(items=st.dictionaries(st.text(max_size=5), ITEMS, max_size=4))
+def test_the_same_state_has_the_same_id(beside: tuple[CommitWorker, RepositoryHandle], items: dict[str, Any]) -> None:
+    commits, here = beside
+    assert put(commits, items).root == commit_live(here, state(items), CommitRequest()).root
+
+
+def test_a_commit_says_what_it_was_asked_to_say(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    first = put(commits, {"a": 1}, message="one")
+    assert handle.head.commit == first.id
+    tied = numbers(300, 300)
+    items = {"a": tensor(tied, identity=("here", 1)), "b": tensor(tied, identity=("here", 1)), "c": numbers(3)}
+    made = put(
+        commits, items, message="zwei\udc80 ✓".encode("utf-8", "replace").decode(), step=7,
+        metrics={"loss": np.float32(0.5)}, author="somebody", meta={"x": (1, {2})}, provenance={"job": 3},
+        lineage=[Lineage("fine-tune-of", "HEAD", [1])],
+    )  # fmt: skip
+    assert (made.step, made.metrics, made.author, made.meta) == (7, {"loss": 0.5}, "somebody", {"x": (1, {2})})
+    assert made.parents == (first.id,)
+    assert [(each.kind, each.target, each.meta) for each in made.lineage] == [("fine-tune-of", first.id, [1])]
+    found = show_commit(handle, made.id).provenance
+    assert (found["job"], found["command"]) == (3, sys.argv), "of this process, not of the worker"
+    assert made.stats.num_tensors == 3 and made.stats.total_bytes == tied.nbytes + 12, "what is tied counts once"
+    assert same_bytes(stored_arrays(handle, made.root)["a"], tied)
+    require_whole(handle)
+
+
+def test_errors_are_raised_as_what_they_are_and_the_worker_goes_on(
+    commits: CommitWorker, handle: RepositoryHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "cas_ckpt")
+    put(commits, {"a": 1})
+    pid, head = commits.pid, handle.head
+    with pytest.raises(InvalidInputError, match="matches no tensor"):
+        put(commits, {"a": numbers(5)}, frozen="b")
+    assert "in save_alone" in caplog.text, "where it was raised"
+    with pytest.raises(InvalidInputError, match="on_conflict"):
+        put(commits, {"a": 1}, on_conflict="perhaps")
+    other = RepositoryHandle.open(handle.store.url)
+    commit_live(other, state({"a": 2}), CommitRequest())
+    other.close()
+    with pytest.raises(ConflictError, match="moved"):
+        put(commits, {"a": 1}, on_conflict="raise")
+    assert handle.head == head, "nothing was committed"
+    assert put(commits, {"a": 3}).lineage[0].kind == "continued-from"
+    assert commits.pid == pid
+
+
+def test_lines_of_the_log_and_bytes_come_here(
+    commits: CommitWorker, handle: RepositoryHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Seen:
+        def start(self, *given: Any) -> None:
+            seen.append(("start", *given))
+
+        def advance(self, *given: Any) -> None:
+            seen.append(("advance", *given))
+
+        def finish(self) -> None:
+            seen.append(("finish",))
+
+    put(commits, {"w": numbers(1000, 1000)})
+    damaged = next(key for key, _ in handle.store.list(PACK_PREFIX))
+    (Path(handle.store.url.removeprefix("file://")) / damaged).write_bytes(b"")
+    items = {"w": numbers(1000, 1000), "v": numbers(500, 500)}
+    put(commits, items, progress=Seen())
+    assert seen[0] == ("start", "hashing", 5_000_000)
+    assert sum(each[1] for each in seen if each[0] == "advance") == 5_000_000
+    assert seen[-1] == ("finish",)
+
+
+def test_what_is_frozen_is_trusted_across_commits_of_one_kind(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    memory, array = FrozenMemory(), numbers(300, 300)
+    items = {"w": tensor(array, identity=(("w",), 1))}
+    first = put(commits, items, frozen="w", memory=memory)
+    assert put(commits, items, frozen="w", memory=memory).root == first.root
+    array[5] += 1
+    with pytest.raises(FrozenChangedError, match="w: "):
+        put(commits, items, frozen="w", memory=memory)
+    commit_live(handle, state(items), CommitRequest(), memory=memory)  # rightly, and here: the worker has to hear of it
+    thawed = put(commits, items, frozen="w", memory=memory)
+    assert thawed.root != first.root
+    array[5] += 1
+    put(commits, items, memory=memory)
+    commit_live(handle, state(items), CommitRequest(frozen="w"), memory=memory)  # and the other way round
+    array[5] += 1
+    assert put(commits, items, frozen="w", memory=FrozenMemory()).root != thawed.root, "after a checkout"
+
+
+def test_frozen_by_version_is_trusted_where_memory_is_the_same(commits: CommitWorker) -> None:
+    memory, array = FrozenMemory(), numbers(300, 300)
+    named: dict[str, Any] = {"frozen": "w", "frozen_check": "version", "frozen_audit": 0.0, "memory": memory}
+    first = put(commits, {"w": tensor(array, identity=(("w",), 1))}, **named)
+    array[5] += 1
+    assert put(commits, {"w": tensor(array, identity=(("w",), 1))}, **named).root == first.root, (
+        "it believed the counter"
+    )
+    with pytest.raises(FrozenChangedError):
+        put(commits, {"w": tensor(array, identity=(("w",), 2))}, **named)
+    with pytest.raises(FrozenChangedError):
+        put(commits, {"w": tensor(array, identity=(("elsewhere",), 1))}, **named)
+
+
+def test_the_key_that_signs_stays_here(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    from cas_ckpt.core.signatures import commit_signature
+    from cas_ckpt.signing.keys import SigningKey
+    from cas_ckpt.signing.trust import as_trust
+
+    key = SigningKey.generate()
+    made = put(commits, {"a": 1}, sign=key)
+    found = commit_signature(handle, Digest(bytes.fromhex(made.id)), as_trust([key.public_line]))
+    assert found.is_good
+
+
+def test_what_is_asked_before_publishing_can_end_the_commit(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    put(commits, {"a": 1})
+    head, times = head_of(handle), 0
+
+    def refuse() -> None:
+        raise CorruptionError("the snapshot does not hold")
+
+    def refuse_at_the_end() -> None:
+        nonlocal times
+        times += 1
+        if times == wanted:
+            refuse()
+
+    for wanted in range(1, 100):
+        times = 0
+        try:
+            put(commits, {"a": wanted, "w": numbers(300, 300, seed=wanted)}, check=refuse_at_the_end)
+        except CorruptionError:
+            assert head_of(handle) == head
+        else:
+            break
+    assert wanted > 1 and times < wanted
+    assert head_of(handle) != head
+
+
+def test_a_collection_between_the_last_pack_and_the_swap_loses_nothing(
+    commits: CommitWorker, handle: RepositoryHandle
+) -> None:
+    array = numbers(300, 300)
+    put(commits, {"w": array}, branch="side", create=True)
+    main = RepositoryHandle.open(handle.store.url)
+    commit_live(main, state({"a": 1}), CommitRequest(branch="main", orphan=True))
+    handle.head = main.head
+    collected = 0
+
+    def collect() -> None:
+        nonlocal collected
+        if collected:
+            return
+        collected = 1
+        from cas_ckpt.ops.refs import delete_branch
+
+        delete_branch(main, "side")
+        collect_garbage(main, replace(EAGER, min_age_s=0))
+
+    made = put(commits, {"w": array}, check=collect)
+    assert collected
+    require_whole(handle)
+    assert same_bytes(stored_arrays(handle, made.root)["w"], array)
+    main.close()
+
+
+def test_ranks_commit_together_through_their_workers(tmp_path: Path) -> None:
+    new_repository(tmp_path / "repo").close()
+    shared = numbers(600, 700)
+
+    def work(peers: Peers) -> tuple[Any, ...]:
+        handle = RepositoryHandle.open(tmp_path / "repo")
+        commits = CommitWorker(handle)
+        try:
+            items = {"shared": shared, f"own{peers.rank}": numbers(400, 400, seed=peers.rank)}
+            with collective_errors(peers):
+                first = commits.commit(state(items), CommitRequest(), peers=peers)
+            items["shared"] = numbers(600, 700, seed=peers.rank)
+            failed: Any = None
+            try:
+                with collective_errors(peers):
+                    commits.commit(state(items), CommitRequest(), peers=peers)
+            except PeerError as error:
+                failed = error
+            if peers.rank == 1:
+                assert commits.pid is not None
+                os.kill(commits.pid, signal.SIGKILL)
+                while commits.pid is not None:
+                    time.sleep(0.01)
+            items["shared"] = shared
+            with collective_errors(peers):
+                last = commits.commit(state(items), CommitRequest(), peers=peers)
+            assert handle.head.commit == last.id
+            return first, failed, last
+        finally:
+            commits.close()
+            handle.close()
+
+    outcomes = run_ranks(2, work)
+    here = new_repository(tmp_path / "alone")
+    alone = commit_live(
+        here,
+        state({"shared": shared, "own0": numbers(400, 400, seed=0), "own1": numbers(400, 400, seed=1)}),
+        CommitRequest(),
+    )
+    here.close()
+    for first, failed, last in outcomes:
+        assert first.root == last.root == alone.root
+        assert failed is not None and "shared" in str(failed), "replicas differ, and all ranks hear it"
+
+
+def test_a_rank_whose_worker_dies_is_an_error_of_all(tmp_path: Path) -> None:
+    new_repository(tmp_path / "repo").close()
+
+    def work(peers: Peers) -> Any:
+        handle = RepositoryHandle.open(tmp_path / "repo")
+        commits = CommitWorker(handle)
+
+        def check() -> None:
+            if peers.rank == 1 and commits.pid is not None:
+                os.kill(commits.pid, signal.SIGKILL)
+
+        try:
+            with collective_errors(peers):
+                return commits.commit(
+                    state({f"own{peers.rank}": numbers(400, 400)}), CommitRequest(), peers=peers, check=check
+                )
+        finally:
+            commits.close()
+            handle.close()
+
+    found = run_ranks(2, work, outcomes=True)
+    assert isinstance(found[0], PeerError) and isinstance(found[1], WorkerError)
+    assert "SIGKILL" in str(found[0])
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_after_any_effect_leaves_the_commit_made_or_not(
+    commits: CommitWorker, handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_live(handle, state({"w": numbers(10)}), CommitRequest())
+    outcomes = []
+    for number in range(1, 40):
+        monkeypatch.setattr(worker, "ENTRY", f"{MODULE}:die_after_{number}")
+        before = head_of(handle)
+        items = {"w": numbers(300, 300, seed=number), "text": f"{number:3000}"}  # all is new
+        try:
+            made = put(commits, items)
+        except WorkerError:
+            assert head_of(handle) == before == handle.head.commit
+            outcomes.append("not made")
+        else:
+            assert head_of(handle) == made.id == handle.head.commit
+            assert same_bytes(stored_arrays(handle, made.root)["w"], items["w"])
+            if commits.pid is not None:
+                break
+            outcomes.append("made")
+    assert sorted(outcomes, reverse=True) == outcomes and set(outcomes) == {"made", "not made"}
+    put(commits, {"w": numbers(10)})
+    require_whole(handle)
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_at_random_moments_leave_whole_commits(
+    commits: CommitWorker, handle: RepositoryHandle
+) -> None:
+    rng, made = random.Random(1), [put(commits, {"w": numbers(10)})]
+    failed = 0
+    for number in range(8):
+        array = numbers(2000, 500, seed=number)
+        put(commits, {"w": numbers(10)})
+        assert commits.pid is not None
+        killer = threading.Timer(rng.uniform(0, 0.06), os.kill, (commits.pid, signal.SIGKILL))
+        before = handle.head.commit
+        killer.start()
+        try:
+            made.append(put(commits, {"w": array}))
+            assert head_of(handle) == made[-1].id
+        except WorkerError:
+            failed += 1
+            assert head_of(handle) == before == handle.head.commit
+        killer.join()
+    assert failed
+    require_whole(handle)
+
+
+def test_a_worker_without_memory_reports_it_and_goes_on(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    put(commits, {"a": numbers(300, 300)})
+    pid = commits.pid
+    assert pid is not None
+    mapped = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.prlimit(pid, resource.RLIMIT_AS, (mapped + ROOM_BYTES, resource.RLIM_INFINITY))
+    with pytest.raises(MemoryError):
+        put(commits, {"a": numbers(5000, 5000)}, num_threads=2)
+    resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert put(commits, {"a": numbers(300, 301)}).id == head_of(handle)
+    assert commits.pid == pid
+    require_whole(handle)
+
+
+def test_a_worker_that_died_while_nobody_looked_is_replaced(commits: CommitWorker) -> None:
+    put(commits, {"a": 1})
+    pid = commits.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    while commits.pid is not None:
+        time.sleep(0.01)
+    put(commits, {"a": 2})
+    assert commits.pid not in (None, pid)
+
+
+def test_after_a_fork_each_process_has_a_worker_of_its_own(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    first = put(commits, {"a": 1})
+    pid = commits.pid
+    fork = os.fork()
+    if fork == 0:
+        status = 1
+        try:
+            assert commits.pid is None
+            commits.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    assert put(commits, {"a": 2}).parents == (first.id,)
+    assert commits.pid == pid
+
+
+def test_two_repositories_have_two_workers(commits: CommitWorker, tmp_path: Path) -> None:
+    other = new_repository(tmp_path / "other")
+    more = CommitWorker(other)
+    pids: list[int | None] = []
+
+    def both(commits: CommitWorker, seed: int) -> Callable[[], None]:
+        def work() -> None:
+            for number in range(4):
+                put(commits, {"w": numbers(300, 300, seed=seed + number)})
+            pids.append(commits.pid)
+
+        return work
+
+    threads = [threading.Thread(target=both(each, seed)) for each, seed in ((commits, 0), (more, 100))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in pids and len(set(pids)) == 2
+    require_whole(other)
+    more.close()
+    other.close()
+
+
+def test_a_store_in_the_memory_of_this_process_is_refused() -> None:
+    store = new_store()
+    assert isinstance(store, MemoryStore)
+    with pytest.raises(InvalidInputError, match='worker="thread"'):
+        CommitWorker(on(store))

@@ -1,0 +1,233 @@
+"""A child process works, fails, dies, is stopped and is left alone; it is never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.transfer import child_process
+from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, WorkFailed
+from cas_ckpt.transfer.sent_errors import pack_error, packed_traceback, unpack_error
+from tests.processes import PIPE, Forked
+from tests.transfer.child_work import ENTRY, parent_of_one
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def child() -> Iterator[ChildProcess]:
+    made = ChildProcess(ENTRY)
+    yield made
+    made.close()
+    assert is_gone(made.pid)
+
+
+def run(child: ChildProcess, *work: Any, answer: Any = None, note: Any = None) -> Any:
+    return child.run(
+        list(work), answer=answer or (lambda *_: None), note=note or (lambda *_: None), pack_error=pack_error
+    )
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended and was waited for, or is only waited for by somebody else."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_gone(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} was left behind"
+        time.sleep(0.02)
+
+
+def test_work_asks_and_is_answered_and_memory_is_shared(child: ChildProcess) -> None:
+    assert run(child, "ask", 1, "a\udc80", b"\0", [2, None], answer=lambda name, given: [name, given]) == [
+        "question", [1, "a\udc80", b"\0", [2, None]]
+    ]  # fmt: skip
+    long = "x" * 20_000_000  # longer than any buffer of the kernel, both ways
+    assert run(child, "ask", long, answer=lambda name, given: given[0]) == long
+    descriptor = os.memfd_create("lent")
+    os.pwrite(descriptor, b"\1\2\3" + bytes(4093), 0)
+    child.lend(7, descriptor, 4096)
+    os.pwrite(descriptor, b"\4", 0)
+    os.close(descriptor)
+    assert run(child, "sum", 7) == 9
+    child.take_back(7)
+    with pytest.raises(WorkFailed):
+        run(child, "sum", 7)
+    assert run(child, "ask", 1, answer=lambda *_: 2) == 2
+
+
+def test_errors_come_back_as_what_they_are_with_their_causes(child: ChildProcess) -> None:
+    with pytest.raises(WorkFailed) as caught:
+        run(child, "fail")
+    error = unpack_error(caught.value.packed)
+    assert type(error) is ConflictError and str(error) == "somebody was faster"
+    cause = error.__cause__
+    assert isinstance(cause, OSError) and (cause.errno, cause.filename) == (28, "/somewhere")
+    assert "in do_fail" in packed_traceback(caught.value.packed)
+
+    def refuse(name: str, arguments: list[Any]) -> Any:
+        raise InvalidInputError("ask for something else")
+
+    with pytest.raises(WorkFailed) as caught:  # what an answer raised goes through the child, and comes back
+        run(child, "ask", 1, answer=refuse)
+    assert type(unpack_error(caught.value.packed)) is InvalidInputError
+
+
+def test_memory_that_runs_out_is_an_error_of_the_work(child: ChildProcess) -> None:
+    with pytest.raises(WorkFailed) as caught:
+        run(child, "exhaust")
+    assert isinstance(unpack_error(caught.value.packed), MemoryError)
+    assert run(child, "ask", 1, answer=lambda *_: 2) == 2
+
+
+def test_a_child_that_dies_says_how_and_what_it_wrote() -> None:
+    killed, exited = ChildProcess(ENTRY), ChildProcess(ENTRY)
+    with pytest.raises(ChildEnded, match="SIGKILL"):
+        run(killed, "count", 100, note=lambda *_: os.kill(killed.pid, signal.SIGKILL))
+    with pytest.raises(ChildEnded, match="status 3; it wrote: a last word"):
+        run(exited, "say", "a last word")
+    for child in (killed, exited):
+        assert not child.alive
+        assert not Path(f"/proc/{child.pid}").exists(), "it was not waited for"
+        with pytest.raises(ChildEnded):
+            run(child, "ask", 1)
+        child.close()
+
+
+def test_a_child_that_cannot_start_is_an_error_in_time() -> None:
+    child = ChildProcess("tests.transfer.nothing_there:main")
+    with pytest.raises(ChildEnded, match="No module named 'tests.transfer.nothing_there'"):
+        run(child, "ask", 1)
+    child.close()
+
+
+def test_a_stopped_child_is_waited_for_and_goes_on(child: ChildProcess) -> None:
+    def stop_for_a_while(name: str, arguments: list[Any]) -> None:
+        if arguments[0] == 3:
+            os.kill(child.pid, signal.SIGSTOP)
+            threading.Timer(0.5, os.kill, (child.pid, signal.SIGCONT)).start()
+
+    assert run(child, "count", 0.3, note=stop_for_a_while) > 3
+
+
+def test_a_child_that_stays_stopped_is_ended_and_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "STOPPED_S", 1.0)
+    child = ChildProcess(ENTRY)
+    with pytest.raises(ChildEnded, match="was stopped"):
+        run(child, "count", 100, note=lambda *_: os.kill(child.pid, signal.SIGSTOP))
+    assert is_gone(child.pid)
+    child.close()
+
+
+def test_signals_that_are_meant_for_the_trainer_do_not_end_the_work(child: ChildProcess) -> None:
+    def signal_it(name: str, arguments: list[Any]) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(child.pid, number)
+
+    assert os.getpgid(child.pid) != os.getpgid(0), "Ctrl-C is for the group of the trainer"
+    assert os.getsid(child.pid) == os.getsid(0), "its niceness counts beside the trainer's only in one session"
+    assert run(child, "count", 0.2, note=signal_it) > 1
+
+
+def test_what_a_note_raises_cancels_the_work_and_is_raised(child: ChildProcess) -> None:
+    def refuse(name: str, arguments: list[Any]) -> None:
+        raise ValueError("no more")
+
+    begun_s = time.monotonic()
+    with pytest.raises(ValueError, match="no more"):
+        run(child, "count", 100, note=refuse)
+    assert time.monotonic() - begun_s < 50
+    assert run(child, "ask", 1, answer=lambda *_: 2) == 2
+
+
+def test_an_interrupt_of_whoever_waits_ends_the_child(child: ChildProcess) -> None:
+    def interrupt(name: str, arguments: list[Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(child, "count", 100, note=interrupt)
+    assert not child.alive
+
+
+def test_it_outlives_the_thread_that_made_it() -> None:
+    made: list[ChildProcess] = []
+    thread = threading.Thread(target=lambda: made.append(ChildProcess(ENTRY)))
+    thread.start()
+    thread.join()
+    assert run(made[0], "ask", 1, answer=lambda *_: 2) == 2
+    made[0].close()
+
+
+def test_a_child_that_nobody_has_any_more_ends() -> None:
+    pid = ChildProcess(ENTRY).pid
+    wait_until_gone(pid)
+
+
+def test_a_child_ends_with_close_in_the_middle_of_its_work() -> None:
+    child = ChildProcess(ENTRY)
+    with pytest.raises(ChildEnded):
+        run(child, "count", 100, note=lambda *_: child.close())
+    assert is_gone(child.pid)
+
+
+@pytest.mark.parametrize("how", ["at work", "stopped", "a fork has what is open"])
+def test_a_child_ends_with_a_parent_that_is_killed(how: str) -> None:
+    given = {"stopped": how == "stopped", "forked": how.startswith("a fork")}
+    with Forked(_parent, given, stdout=PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_until_gone(pid)
+
+
+def _parent(given: dict[str, bool]) -> None:
+    parent_of_one(**given)
+
+
+def test_a_fork_of_the_parent_leaves_the_child_alone(child: ChildProcess) -> None:
+    fork = os.fork()
+    if fork == 0:
+        try:
+            run(child, "ask", 1)
+        except ChildEnded:
+            child.close()
+            os._exit(0 if not child.alive else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    assert run(child, "ask", 1, answer=lambda *_: 2) == 2
+
+
+def test_the_program_of_the_parent_is_not_run_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, os\n"
+        "print('begun')\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from cas_ckpt.transfer.child_process import ChildProcess\n"
+        "held = os.open('/dev/zero', os.O_RDONLY); os.set_inheritable(held, True)\n"
+        "child = ChildProcess('tests.transfer.child_work:main')\n"
+        "ask = dict(answer=print, note=print, pack_error=repr)\n"
+        "print(any(name.startswith('torch') for name in child.run(['imported'], **ask)))\n"
+        "print('/dev/zero' in child.run(['fds'], **ask))\n"
+        "print(child.pid)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    begun, has_torch, has_file, pid = done.stdout.split()
+    assert (begun, has_torch, has_file) == ("begun", "False", "False")
+    wait_until_gone(int(pid))  # the parent ended without a word
