@@ -362,6 +362,8 @@ def test_a_worker_that_is_killed_after_any_effect_leaves_the_commit_made_or_not(
                 break
             outcomes.append("made")
     assert sorted(outcomes, reverse=True) == outcomes and set(outcomes) == {"made", "not made"}
+    monkeypatch.undo()
+    commits.close()
     put(commits, {"w": numbers(10)})
     require_whole(handle)
 
