@@ -1,0 +1,224 @@
+"""`commit_async(worker="process")`: the state at the call, whatever becomes of the process that commits it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cas_ckpt import CancelledError, FrozenChangedError, InvalidInputError, Repository, WorkerError
+from cas_ckpt.transfer import child_process
+from tests.processes import PIPE, Forked
+from tests.ranks import results, run_processes
+from tests.training.background.test_commit_async import spoil, training
+from tests.training.background.worker_cases import train_until_killed
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.init(tmp_path / "repo") as made:
+        yield made
+        pid = pid_of(made)
+    assert pid is None or not Path(f"/proc/{pid}").exists(), "it was left behind"
+
+
+def pid_of(repo: Repository) -> int | None:
+    background = repo._background
+    return None if background is None or background._worker is None else background._worker.pid
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_the_commit_is_the_state_at_the_call(repo: Repository) -> None:
+    with Repository.init("memory://") as other:
+        wanted = other.commit(training(3)).root
+    for staging_bytes in (None, 2 << 20, 300_000, 0):
+        state = training(3)
+        pending = repo.commit_async(state, step=5, worker="process", staging_bytes=staging_bytes)
+        spoil(state)
+        made = pending.result()
+        assert (made.root, repo.head.commit) == (wanted, made.id)
+        assert pending.progress.staged_bytes == pending.progress.total_bytes > 0
+
+
+def test_threads_and_a_process_take_turns(repo: Repository) -> None:
+    state = {"w": torch.zeros(300, 300), "x": torch.zeros(5)}
+    for step in range(8):
+        state["w"].fill_(step)
+        if step % 4 == 3:
+            repo.commit(state, step=step)
+        else:
+            repo.commit_async(state, step=step, max_in_flight=8, worker="process" if step % 2 else "thread")
+    repo.drain()
+    assert [each.step for each in repo.log("main")] == [7, 6, 5, 4, 3, 2, 1, 0]
+    for step in range(8):
+        assert repo.load(f"step:{step}")["w"][7, 7].item() == step
+
+
+def test_memory_that_the_pool_gave_up_is_not_kept_by_the_worker(repo: Repository) -> None:
+    state = {"w": torch.zeros(3 << 20)}
+    repo.commit_async(state, worker="process").result()
+    state["w"] = torch.zeros(6 << 20)  # the arena grows: it is mapped anew
+    repo.commit_async(state, worker="process").result()
+    state["w"] = torch.ones(1 << 20)
+    pending = repo.commit_async(state, worker="process", staging_bytes=4 << 20)  # it holds no more than that
+    pending.result()
+    pid = pid_of(repo)
+    maps = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "cas-ckpt-staging" in line]
+    sizes = [int(end, 16) - int(begin, 16) for begin, end in (line.split()[0].split("-") for line in maps)]
+    assert sum(sizes) == 4 << 20
+
+
+def test_what_is_frozen_is_believed_until_a_checkout(repo: Repository) -> None:
+    state = {"w": torch.ones(300, 300), "x": torch.ones(300, 300)}
+    first = repo.commit_async(state, worker="process", frozen="w").result()
+    assert repo.commit_async(state, worker="process", frozen="w").result().root == first.root
+    state["w"].add_(1)
+    with pytest.raises(FrozenChangedError, match="w: "):
+        repo.commit_async(state, worker="process", frozen="w").result()
+    repo.checkout("main", into={"w": torch.empty(300, 300), "x": torch.empty(300, 300)})
+    assert repo.commit_async(state, worker="process", frozen="w").result().root != first.root
+
+
+def test_a_remote_gets_what_a_worker_committed(repo: Repository, tmp_path: Path) -> None:
+    Repository.init(tmp_path / "tier").close()
+    repo.add_remote("tier", str(tmp_path / "tier"))
+    made = repo.commit_async({"w": torch.ones(300, 300)}, worker="process", push_to="tier").result()
+    repo.wait_pushed()
+    with Repository.open(tmp_path / "tier") as tier:
+        assert [each.id for each in tier.log("main")] == [made.id]
+
+
+def test_a_commit_that_is_cancelled_is_not_made_and_the_worker_stays(repo: Repository) -> None:
+    state = {str(number): torch.randn(1 << 20) for number in range(6)}
+    repo.commit_async(state, worker="process").result()
+    pid, head = pid_of(repo), repo.head
+    state["0"].add_(1)
+    pending = repo.commit_async(state, worker="process")
+    if pending.cancel():
+        with pytest.raises(CancelledError):
+            pending.result()
+        assert repo.head == head
+    assert repo.commit_async(state, worker="process").result().id == repo.log("main")[0].id
+    assert pid_of(repo) == pid
+
+
+def test_a_worker_that_is_stopped_for_long_is_an_error_and_for_a_while_is_none(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(300, 300)}
+    repo.commit_async(state, worker="process").result()
+    pid = pid_of(repo)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    state["w"].add_(1)
+    pending = repo.commit_async(state, worker="process")
+    assert not pending.done()
+    os.kill(pid, signal.SIGCONT)
+    made = pending.result()
+    monkeypatch.setattr(child_process, "STOPPED_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    state["w"].add_(1)
+    with pytest.raises(WorkerError, match=r"was stopped.*commit again"):
+        repo.commit_async(state, worker="process").result()
+    assert repo.head.commit == made.id == repo.log("main")[0].id
+    repo.commit_async(state, worker="process").result()
+    assert is_gone(pid)
+    assert pid_of(repo) != pid
+
+
+def test_a_repository_in_memory_is_refused_at_the_call() -> None:
+    with Repository.init("memory://") as repo:
+        with pytest.raises(InvalidInputError, match='worker="thread"'):
+            repo.commit_async({"a": 1}, worker="process")
+        repo.commit_async({"a": 1}).result()
+
+
+def test_a_program_without_a_guard_that_ends_at_once_has_its_commit_made(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from cas_ckpt import Repository\n"
+        "print('begun')\n"
+        f"repo = Repository.init({str(tmp_path / 'repo')!r})\n"
+        "state = {'w': torch.ones(3000, 1000)}\n"
+        "repo.commit_async(state, worker='process', step=1)\n"
+        "state['w'].zero_()\n"
+        "print(repo._background._worker.pid)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    begun, pid = done.stdout.split()
+    wait_until(lambda: is_gone(int(pid)))
+    assert begun == "begun"
+    with Repository.open(tmp_path / "repo") as repo:
+        assert repo.load("main")["w"].min() == 1
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_leaves_whole_commits_and_no_process(tmp_path: Path) -> None:
+    Repository.init(tmp_path / "repo").close()
+    rng, pids = random.Random(3), set()
+    for _ in range(3):
+        with Forked(train_until_killed, tmp_path / "repo", stdout=PIPE) as trainer:
+            assert trainer.stdout is not None
+            for _ in range(rng.randrange(2, 5)):
+                pids.add(int(trainer.stdout.readline()))
+            time.sleep(rng.uniform(0, 0.15))
+            trainer.kill()
+    wait_until(lambda: all(map(is_gone, pids)))
+    with Repository.open(tmp_path / "repo") as repo:
+        log = repo.log("main", limit=None)
+        assert log
+        for commit in log:
+            found = repo.load(commit.id)
+            assert commit.step is not None
+            assert all((found[key] == commit.step).all() for key in "ab")
+        assert not repo.fsck(read_data=True).problems
+        repo.commit({"a": 1}, branch="next", orphan=True)
+
+
+@pytest.mark.slow
+def test_ranks_commit_divided_states_through_workers(tmp_path: Path) -> None:
+    Repository.init(tmp_path / "repo").close()
+    for roots in results(
+        run_processes(2, "tests.training.background.worker_cases:commits_of_ranks", str(tmp_path / "repo"))
+    ):
+        assert len(set(roots)) == 1
+
+
+def test_a_message_of_a_worker_that_died_says_what_it_wrote(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    repo.commit_async({"a": 1}, worker="process").result()
+    pid = pid_of(repo)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    pending = repo.commit_async({"a": 2}, worker="process")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        pending.result()
+    assert re.search(r"failed: WorkerError: the commit is not made", caplog.text)

@@ -1,0 +1,51 @@
+"""What happens in processes of their own in test_worker_processes.py."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from cas_ckpt import Repository
+
+
+def train_until_killed(path: Path) -> None:
+    """Commit a state of which every tensor has the number of the step, and say so."""
+    repo = Repository.open(path)
+    state = {"a": torch.zeros(400_000), "b": torch.zeros(400_000)}
+    step = 0
+    while True:
+        step += 1
+        for tensor in state.values():
+            tensor.fill_(step)
+        repo.commit_async(state, step=step, worker="process")
+        background = repo._background  # the caller wants to know whom it must not find afterwards
+        assert background is not None and background._worker is not None
+        print(background._worker.pid, flush=True)
+
+
+def commits_of_ranks(folder: str) -> list[str]:
+    """The roots of the same state: whole, divided, and divided with too little room to stage it."""
+    weights = torch.arange(600_000, dtype=torch.float32).reshape(1000, 600)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    divided = distribute_tensor(weights, mesh, [Shard(0)])
+    repo = Repository.open(folder)
+    roots = [repo.commit({"w": weights}).root]
+    for staging_bytes in (None, 0):
+        pending = repo.commit_async({"w": divided}, worker="process", staging_bytes=staging_bytes)
+        with torch.no_grad():
+            divided.to_local().add_(1)
+        roots.append(pending.result().root)
+        with torch.no_grad():
+            divided.to_local().sub_(1)
+    repo.close()
+    return roots
+
+
+def threads_named(start: str) -> list[Any]:
+    return [each for each in threading.enumerate() if each.name.startswith(start)]
