@@ -9,6 +9,7 @@
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── MemoryBudgetError            memory_bytes is too little         give what it says
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
+    │   ├── StateChangedError            changed before it was staged       wait_staged(), or snapshot="copy"
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
     ├── TooLargeError                    more entries, bytes, rows or time  ask for less, or raise the limit
     ├── PartialRestoreError              an object's load_state_dict raised mend it, check out again
@@ -116,6 +117,10 @@ class PartialRestoreError(CkptError):
 
 class FrozenChangedError(InvalidInputError):
     """A tensor that was declared frozen does not hold the bytes that it held."""
+
+
+class StateChangedError(InvalidInputError):
+    """A tensor was changed after an asynchronous commit was called and before it was staged: nothing is published."""
 
 
 class UnsupportedValueError(InvalidInputError):

@@ -126,7 +126,9 @@ class StateVerbs(Opened):
             staging_bytes: Memory that the staged states of this object may take together, on this rank, and that it
                 keeps for the next one. None: half of what is available. A state that is larger is saved in part while
                 the call lasts: it returns as soon as the rest fits.
-            snapshot: "copy": the state is copied while the call lasts.
+            snapshot: "copy": the state is copied while the call lasts. "lazy": parameters and optimizer state are
+                copied after it, while the next forward and backward run; the next step of an optimizer waits for
+                that. Who changes them otherwise calls `wait_staged` first: else the commit fails (StateChangedError).
             worker: "thread": the commit is made by a thread of this process. "process": by a process of its own, so
                 that this interpreter is free; one for each repository, on Linux. It ends with this process.
             max_in_flight: Commits that may be pending, this one included: the call waits until there are fewer.

@@ -289,7 +289,8 @@ def _clean(key: str) -> str:
 # ------------------------------------------------------------ the names in a state
 
 _MAX_DEPTH = 100
-_LOOKED_INTO = (dict, list, tuple, torch.nn.Module, NamedModule)
+_LOOKED_INTO = (dict, list, tuple)
+_MODULES = (torch.nn.Module, NamedModule)
 
 
 @dataclass(eq=False)
@@ -337,7 +338,7 @@ class Names:
     @cached_property
     def _modules(self) -> list[tuple[tuple[Any, ...], torch.nn.Module]]:
         """Looked for when the first optimizer is met: most states of a million entries have none."""
-        return list(_modules_in(self.state, (), frozenset()))
+        return list(_modules_in(self.state))
 
     def _prefixed(self, params: list[torch.Tensor]) -> list[str] | None:
         """Names of parameters of several modules; None if two would be the same."""
@@ -356,23 +357,29 @@ class Names:
         return self._surveys[id(module)]
 
 
-def _modules_in(
-    value: Any, path: tuple[Any, ...], inside: frozenset[int]
-) -> Iterator[tuple[tuple[Any, ...], torch.nn.Module]]:
+def _modules_in(state: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], torch.nn.Module]]:
     """Modules with their keys, in the order of the keys."""
-    if isinstance(value, torch.nn.Module):
+    for path, found in found_in(state, _MODULES):
+        yield path, found.module if isinstance(found, NamedModule) else found
+
+
+def found_in(
+    value: Any, kinds: tuple[type, ...], path: tuple[Any, ...] = (), inside: frozenset[int] = frozenset()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Objects of these kinds in plain dicts, lists, tuples and their like, with their keys, in the order of these."""
+    if isinstance(value, kinds):
         yield path, value
-    elif isinstance(value, NamedModule):
-        yield path, value.module
     elif id(value) not in inside and len(path) < _MAX_DEPTH:
         found = structure_of(value)
         named = value if found is None else found.fields
         pairs = named.items() if isinstance(named, Mapping) else enumerate(named)
         children = {
-            name: child for name, child in pairs if isinstance(child, _LOOKED_INTO) or structure_of(child) is not None
+            name: child
+            for name, child in pairs
+            if isinstance(child, (*_LOOKED_INTO, *kinds)) or structure_of(child) is not None
         }
         for name in sorted(children, key=lambda name: name_order(name if type(name) in (str, int) else repr(name))):
-            yield from _modules_in(children[name], (*path, name), inside | {id(value)})
+            yield from found_in(children[name], kinds, (*path, name), inside | {id(value)})
 
 
 def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:

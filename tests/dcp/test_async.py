@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cas_ckpt import Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
-from cas_ckpt.dcp.storage.group import Turn
+from cas_ckpt.dcp.storage import group
+from cas_ckpt.dcp.storage.group import Turn, forget_in_background
 from cas_ckpt.errors import ConflictError
 from tests.dcp.states import plain_state, same
 
@@ -46,7 +48,7 @@ def test_each_save_in_the_background_holds_the_values_of_its_call(repo: Reposito
     """A stager that is used again writes into the memory of the save before: that one has to be through."""
     weights = torch.zeros(100_000)
     writer = CasStorageWriter(repo)
-    stager = DefaultStager(StagingOptions(False, False, False, False)) if own_stager else None
+    stager = _stager() if own_stager else None
     for step in range(1, 4):
         weights.fill_(step)
         future: Any = dcp.async_save({"w": weights}, storage_writer=writer, async_stager=stager)
@@ -72,40 +74,116 @@ class _Waits(CasStorageWriter):
         return super()._commit(*args)
 
 
-def test_a_save_that_overlaps_another_is_refused_and_disturbs_nothing(repo: Repository) -> None:
-    writer = _Waits(repo)
-    first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=writer)
-    assert writer.writing.wait(60)
-    with pytest.raises(CheckpointException, match="another save to this branch"):
-        dcp.async_save({"w": torch.zeros(5000)}, storage_writer=writer).result()  # type: ignore[union-attr]
-    with pytest.raises(CheckpointException, match="another save to this branch"):
-        dcp.save({"w": torch.zeros(5000)}, storage_writer=writer)
-    writer.go_on.set()
-    first.result()
-    dcp.save({"w": torch.zeros(7)}, storage_writer=writer)
-    assert same(repo.load("HEAD~1"), {"w": torch.ones(5000)}) and same(repo.load("HEAD"), {"w": torch.zeros(7)})
-    assert len(repo.log("main")) == 2
+def _in_a_thread(call: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
 
 
-def test_a_save_that_overlaps_one_of_another_writer_to_the_same_branch_is_refused(repo: Repository) -> None:
+@pytest.fixture
+def somebody_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a save waits for one in the background."""
+    waits, overlap = threading.Event(), group.Turns.overlap
+
+    def noted(self: group.Turns, other: group.Turns) -> bool:
+        waits.set()
+        return overlap(self, other)
+
+    monkeypatch.setattr(group.Turns, "overlap", noted)
+    return waits
+
+
+@pytest.mark.parametrize("in_the_background", [True, False])
+def test_a_save_waits_for_the_one_before_it_and_both_keep_their_values(
+    repo: Repository, somebody_waits: threading.Event, in_the_background: bool
+) -> None:
+    weights = torch.ones(5000)
+    first_writer = _Waits(repo)
+    first: Any = dcp.async_save({"w": weights}, storage_writer=first_writer)
+    weights.fill_(2)
+    assert first_writer.writing.wait(60)
+    writer = CasStorageWriter(repo)
+
+    def second() -> None:
+        if in_the_background:
+            dcp.async_save({"w": weights}, storage_writer=writer).result()  # type: ignore[union-attr]
+        else:
+            dcp.save({"w": weights}, storage_writer=writer)
+
+    thread = _in_a_thread(second)
+    assert somebody_waits.wait(60)
+    assert not first.done()
+    first_writer.go_on.set()
+    thread.join()
+    assert [repo.read(ref, "w", region=4999).item() for ref in ("HEAD~1", "HEAD")] == [1, 2]
+    assert first.result().storage_meta.save_id == repo.log("main")[1].id and len(repo.log("main")) == 2
+
+
+def test_a_save_waits_through_whatever_writer_the_one_before_it_went(
+    repo: Repository, somebody_waits: threading.Event
+) -> None:
+    repo.commit({"w": torch.zeros(1)})
+    for writer in (CasStorageWriter(repo), CasStorageWriter(repo, branch="main"), CasStorageWriter(repo.url)):
+        first_writer = _Waits(repo)
+        first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=first_writer)
+        assert first_writer.writing.wait(60)
+        thread = _in_a_thread(partial(dcp.save, {"w": torch.zeros(7)}, storage_writer=writer))
+        assert somebody_waits.wait(60)
+        first_writer.go_on.set()
+        thread.join()
+        first.result()
+        somebody_waits.clear()
+    assert [len(repo.load(commit.id)["w"]) for commit in repo.log("main")] == [7, 5000] * 3 + [1]
+
+
+def test_a_save_to_another_branch_waits_for_nobody(repo: Repository) -> None:
     repo.commit({"w": torch.zeros(1)})
     first_writer = _Waits(repo)
     first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=first_writer)
     assert first_writer.writing.wait(60)
-    others = (CasStorageWriter(repo), CasStorageWriter(repo, branch="main"), CasStorageWriter(repo.url))
-    for other in others:
+    elsewhere = CasStorageWriter(repo.url, branch="side", orphan=True)
+    dcp.async_save({"w": torch.zeros(3)}, storage_writer=elsewhere).result()  # type: ignore[union-attr]
+    assert not first.done() and len(repo.log("side")) == 1
+    first_writer.go_on.set()
+    first.result()
+
+
+def test_a_save_that_fails_in_the_background_lets_the_next_one_go_on(
+    repo: Repository, somebody_waits: threading.Event
+) -> None:
+    first_writer = _Waits(repo)
+    first: Any = dcp.async_save({"f": threading.get_ident}, storage_writer=first_writer)
+    assert first_writer.writing.wait(60)
+    thread = _in_a_thread(partial(dcp.save, {"w": torch.zeros(7)}, storage_writer=CasStorageWriter(repo)))
+    assert somebody_waits.wait(60)
+    first_writer.go_on.set()
+    thread.join()
+    with pytest.raises(CheckpointException, match="UnsupportedValueError"):
+        first.result()
+    assert same(repo.load("HEAD"), {"w": torch.zeros(7)})
+
+
+def _stager() -> DefaultStager:
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
+def test_a_save_that_overlaps_one_with_a_stager_of_the_callers_is_refused_and_disturbs_nothing(
+    repo: Repository,
+) -> None:
+    """DCP tells nobody of it before it comes to the writer, nor when it has ended."""
+    first_writer, stager = _Waits(repo), _stager()
+    first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=first_writer, async_stager=stager)
+    assert first_writer.writing.wait(60)
+    for other in (CasStorageWriter(repo), CasStorageWriter(repo, branch="main"), CasStorageWriter(repo.url)):
         with pytest.raises(CheckpointException, match="another save to this branch"):
             dcp.async_save({"w": torch.zeros(5000)}, storage_writer=other).result()  # type: ignore[union-attr]
         with pytest.raises(CheckpointException, match="another save to this branch"):
             dcp.save({"w": torch.zeros(5000)}, storage_writer=other)
-    elsewhere = CasStorageWriter(repo.url, branch="side", orphan=True)
-    dcp.async_save({"w": torch.zeros(3)}, storage_writer=elsewhere).result()  # type: ignore[union-attr]
     first_writer.go_on.set()
     first.result()
-    for other in others:
-        dcp.save({"w": torch.zeros(7)}, storage_writer=other)
-    assert [len(repo.load(commit.id)["w"]) for commit in repo.log("main")] == [7, 7, 7, 5000, 1]
-    assert len(repo.log("side")) == 1
+    stager.close()
+    dcp.save({"w": torch.zeros(7)}, storage_writer=CasStorageWriter(repo))
+    assert [len(repo.load(commit.id)["w"]) for commit in repo.log("main")] == [7, 5000]
 
 
 class _PlansLater(DefaultSavePlanner):
@@ -120,11 +198,20 @@ class _PlansLater(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
+class _Unknown(CasStorageWriter):
+    """A save of which nobody knows when it ends, as under another version of DCP."""
+
+    def synchronize_staging(self) -> None:
+        assert self._in_background is not None
+        forget_in_background(self._in_background)
+
+
 @pytest.mark.parametrize("second_in_the_background", [True, False])
 def test_a_save_that_a_later_one_overtook_is_refused(repo: Repository, second_in_the_background: bool) -> None:
     """Its commit would follow the later one's, and be the newest of the branch with the older values."""
     planner, second = _PlansLater(), CasStorageWriter(repo, step=2)
-    first: Any = dcp.async_save({"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=1), planner=planner)
+    writer = _Unknown(repo, step=1)
+    first: Any = dcp.async_save({"w": torch.ones(5)}, storage_writer=writer, planner=planner)
     if second_in_the_background:
         dcp.async_save({"w": torch.ones(5)}, storage_writer=second).result()  # type: ignore[union-attr]
     else:
@@ -191,15 +278,19 @@ def test_while_one_thread_has_the_turn_another_is_refused(phase: str) -> None:
 
 
 def test_a_process_saves_and_tells_the_commit(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second save is begun while the first goes on: DCP's pipe to the process would mix them up."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     writer = CasStorageWriter(repo, message="elsewhere", step=9)
-    wanted = repo.commit(plain_state(2)).root
-    for _ in range(2):
-        future: Any = dcp.async_save(
-            plain_state(2), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    wanted = [repo.commit(plain_state(seed)).root for seed in (2, 3)]
+    futures: list[Any] = []
+    state = plain_state(2)
+    for seed in (2, 3):
+        state.update(plain_state(seed))
+        futures.append(
+            dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
         )
-        metadata = future.result()
-        made = repo.log("main")[0]
-        assert (made.id, made.root, made.step) == (metadata.storage_meta.save_id, wanted, 9)
-        assert writer.commit is None
+    ids = [future.result().storage_meta.save_id for future in futures]
+    made = repo.log("main")[:2][::-1]
+    assert [(each.id, each.root, each.step) for each in made] == [(ids[0], wanted[0], 9), (ids[1], wanted[1], 9)]
+    assert writer.commit is None
     executor._CHECKPOINT_PROCESS = None  # ends the process

@@ -17,6 +17,7 @@ Files:
 
     writer.py       `CasStorageWriter`
     reader.py       `CasStorageReader`; a commit in the words of DCP: `Metadata` by flat name
+    staging.py      copies of states for `dcp.async_save`, each in memory of its own
     tree.py         a rank's part of a save as a tree; `CasSavePlanner`, `CasLoadPlanner`
     names.py        from flat names to nested state, and back
     optimizers.py   a commit's optimizers, by whatever name a target knows their parameters

@@ -3,7 +3,8 @@
 Invariant: all writers over one process group of torch share one `GroupPeers`, because making
 one is collective and writers are often made anew for every save. Over one such group, and
 to one branch of a repository, one save of this process runs at a time, and saves to a branch
-land in the order in which they were begun, or not at all.
+land in the order in which they were begun, or not at all. A save waits for those that `async_save` began before it
+(`wait_for_saves`); one that began in a way that we cannot see (with a stager of somebody else's) is a conflict.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any, Protocol
 
@@ -47,6 +49,18 @@ class Alive(Protocol):
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
+        ...
+
+
+class DCPFuture(Protocol):
+    """What `dcp.async_save` gives: a future of Python's, which is asked for two things here."""
+
+    def done(self) -> bool:
+        """Whether the save has ended."""
+        ...
+
+    def add_done_callback(self, call: Callable[[Any], object], /) -> None:
+        """Call it when the save has ended; at once if it has."""
         ...
 
 
@@ -127,6 +141,10 @@ class Turns:
                 undo.callback(turn.leave)
             undo.pop_all()
 
+    def overlap(self, other: Turns) -> bool:
+        """Whether one of two saves has to wait for the other."""
+        return not {id(turn) for turn in self._every}.isdisjoint(id(turn) for turn in other._every)
+
     def leave(self) -> None:
         """See `Turn.leave`."""
         for turn in self._every:
@@ -139,6 +157,75 @@ class Turns:
             for turn in self._every:
                 stack.enter_context(turn.writing())
             yield
+
+
+# ------------------------------------------------------------ saves in the background
+
+
+@dataclass(slots=True, eq=False)
+class BackgroundSave:
+    """A save of `dcp.async_save`, from the copy of its state on.
+
+    Attributes:
+        number: From `next_save`.
+        url: Of the repository, as the writer was given it.
+        future: DCP's, which is done when nothing of the save goes on any more; None: not known (yet).
+        turns: Those that it takes, once it has come to its writer in this process.
+    """
+
+    number: int
+    url: str
+    future: DCPFuture | None = None
+    turns: Turns | None = None
+
+
+_in_background: list[BackgroundSave] = []
+
+
+def note_in_background(save: BackgroundSave) -> None:
+    """Let later saves wait for this one."""
+    with _making:
+        _in_background[:] = [each for each in _in_background if each.future is None or not each.future.done()]
+        _in_background.append(save)
+
+
+def forget_in_background(save: BackgroundSave) -> None:
+    """It never came to DCP's executor."""
+    with _making:
+        _in_background[:] = [each for each in _in_background if each is not save]
+
+
+def in_background(number: int | None) -> BackgroundSave | None:
+    """The save of this number, if it goes on in the background of this process."""
+    with _making:
+        return next((each for each in _in_background if each.number == number), None)
+
+
+def _tell(ended: threading.Event, _: object) -> None:
+    ended.set()
+
+
+def wait_for_saves(url: str, turns: Callable[[], Turns], *, before: int | None = None) -> None:
+    """Wait for the saves in the background that were begun earlier and need one of the same turns.
+
+    How they end is told by their own futures. A save of the same repository that has not come to its writer yet (it
+    plans, or is made by another process) is waited for as well: nobody knows its turns.
+
+    Args:
+        turns: Asked only if there is a save in the background.
+        before: The number of the save that waits; None: it begins now.
+    """
+    with _making:
+        earlier = [each for each in _in_background if before is None or each.number < before]
+    running = [(each, each.future) for each in earlier if each.future is not None and not each.future.done()]
+    if not running:
+        return
+    own = turns()
+    for each, future in running:
+        if each.url == url if each.turns is None else own.overlap(each.turns):
+            ended = threading.Event()
+            future.add_done_callback(partial(_tell, ended))
+            ended.wait()
 
 
 _branches: dict[tuple[str, str, str], Turn] = {}

@@ -2,7 +2,8 @@
 
 How a save goes (DCP calls, on all ranks unless said otherwise):
 
-0. `stage` (async_save without a stager, in the caller's thread): the save gets its number.
+0. `stage` (async_save without a stager, in the caller's thread): waits for the saves before it, copies the state into
+   memory of this save (dcp/storage/staging.py), and the save gets its number.
 1. `set_up_storage_writer`: the repository is looked at, the turn is taken.
 2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
    a plan for other ranks than the writer's is refused before anything is written.
@@ -22,32 +23,39 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os import PathLike
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head, RefKind, check_name
 from cas_ckpt.dcp.storage.group import (
+    BackgroundSave,
     RepositoryPlace,
     SharedGroup,
     Turns,
     branch_turn,
+    forget_in_background,
+    in_background,
     members_of,
     next_save,
+    note_in_background,
     shared_group,
+    wait_for_saves,
     world_size,
 )
+from cas_ckpt.dcp.storage.staging import stage_state
 from cas_ckpt.dcp.storage.tree import RankPart
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.state import Path, render_key
@@ -60,7 +68,7 @@ DEFAULT_TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
 
 _MOST_FRAMES = 3
-"""Calls between DCP, which has the planner, and a writer's hook that looks for it."""
+"""Calls between DCP, which has the planner or the future, and a writer's hook that looks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     first writer over a process group makes a gloo group over it, which is collective. A writer
     may save many times, always under the same message and step, or be made anew for each save,
     which costs nothing more. To one branch, and over one process group, a process saves once at a
-    time: a save that overlaps another raises `ConflictError`, through whatever writer it goes.
+    time: a save waits for those that `dcp.async_save` began before it, through whatever writer they go. One that
+    it cannot know of (begun with another stager, or by another thread) raises `ConflictError`.
 
     `checkpoint_id=` of dcp.save names a tag that the commit gets; if it exists, nothing is saved.
 
@@ -108,7 +117,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     commit: CommitInfo | None
     _group: SharedGroup | None
-    _synchronize_after_execute = False  # `stage` has copied everything when it returns
+    _synchronize_after_execute = True  # not to wait: `synchronize_staging` is where DCP has the future of a save
 
     def __init__(
         self,
@@ -170,6 +179,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._group = None
         self._saves: dict[int, _Save] = {}
         self._number: int | None = None
+        self._in_background: BackgroundSave | None = None
         self._given: str | None = None
         self._tag: str | None = None
         self._staged_in = 0
@@ -210,17 +220,28 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         return about
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Begin a save in the background: a copy of `state_dict` on the CPU, as DCP's own stager makes it."""
+        """Begin a save in the background: a copy of `state_dict` on the host, which belongs to this save alone.
+
+        Waits for the saves before it to the same branch, or over the same process group.
+        """
+        with ExitStack() as opened:
+            wait_for_saves(self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())))
+        staged = stage_state(state_dict)
         self._number, self._staged_in = next_save(), threading.get_ident()
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        try:
-            staged: Any = stager.stage(state_dict)
-        finally:
-            stager.close()
-        return cast("dict[str, Any]", staged)
+        self._in_background = BackgroundSave(self._number, self._place.url)
+        note_in_background(self._in_background)
+        return staged
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` has copied everything when it returns."""
+        """Nothing to wait for: `stage` has copied everything. DCP calls it when its executor has the save."""
+        save, self._in_background = self._in_background, None
+        if save is None:
+            return
+        future = _local(sys._getframe(1), "upload_future")
+        if callable(getattr(future, "done", None)) and callable(getattr(future, "add_done_callback", None)):
+            save.future = future
+        else:  # another version of torch: later saves cannot wait for this one, and are refused while it goes on
+            forget_in_background(save)
 
     def close(self) -> None:
         """Nothing is kept from a save to the next one."""
@@ -239,8 +260,11 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             handle.require_writable()
             if tag is not None and check_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
                 raise ConflictError(f"checkpoint_id {tag!r} is a tag already: nothing is overwritten")
-            of_branch = branch_turn(handle, self._request.branch)
-        turns = Turns(of_branch, None if self._group is None else self._group.turn)
+            turns = self._turns(handle)
+        background = in_background(number)
+        if background is not None:
+            background.turns = turns
+        wait_for_saves(self._place.url, lambda: turns, before=number)
         turns.plan(number)
         save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), tag, turns)
         self._saves[threading.get_ident()] = save
@@ -321,6 +345,10 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     def _world_size(self) -> int:
         return 1 if self._no_dist else world_size(self._process_group)
+
+    def _turns(self, handle: RepositoryHandle) -> Turns:
+        of_branch = branch_turn(handle, self._request.branch)
+        return Turns(of_branch, None if self._group is None else self._group.turn)
 
     def _save(self) -> _Save:
         found = self._saves.get(threading.get_ident())

@@ -6,6 +6,13 @@
     3. queue.py: one thread a repository makes the commits, in the order of the calls; the interpreter's end waits
     4. pending.py: `PendingCommit`, which the caller gets
 
+With `snapshot="lazy"` a thread goes on staging after the call:
+
+    lazy.py             what is staged now, what later, and the thread
+    trained_memory.py   what of a state only optimizers change
+    step_hook.py        every step of an optimizer waits for the thread
+    changes.py          changes that no hook sees
+
 Where more ways plug in:
 
 - **When the state is copied** (`snapshot=`): `BackgroundCommits._stage`. It must end with `job.may_begin` set and,

@@ -32,6 +32,7 @@ from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.worker import CommitWorker
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.training.background.lazy import stage_later
 from cas_ckpt.training.background.pending import PendingCommit
 from cas_ckpt.training.background.queue import CommitQueue
 from cas_ckpt.training.background.staged import Snapshot
@@ -155,7 +156,7 @@ class BackgroundCommits:
                 self.queue.submit(pending, job.run)
                 if job.reads_cells_alone and options.copies_for_a_thread:
                     job.named = leave_out(snapshot.tensors, self.stored)
-                self._stage(snapshot, options, job, pending, thread_count(request.num_threads))
+                self._stage(state, snapshot, options, job, pending, thread_count(request.num_threads))
             except BaseException as error:
                 job.fail_with(error)
                 pending.told = True
@@ -165,8 +166,9 @@ class BackgroundCommits:
         return pending
 
     def _stage(
-        self, snapshot: Snapshot, options: AsyncOptions, job: _Commit, pending: PendingCommit, num_threads: int
-    ) -> None:
+        self, state: Mapping[str, Any], snapshot: Snapshot, options: AsyncOptions, job: _Commit,
+        pending: PendingCommit, num_threads: int,
+    ) -> None:  # fmt: skip
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
         pool = self._pool_for(options)
         budget = options.staging_bytes
@@ -177,10 +179,15 @@ class BackgroundCommits:
             self.queue.wait_turn(pending)
             snapshot.give_room()
             fits = snapshot.take_room(pool, budget)
+        if options.snapshot == SnapshotKind.LAZY and stage_later(
+            state, snapshot, fits=fits, may_begin=job.may_begin.set, num_threads=num_threads
+        ):
+            return
         if fits:
             snapshot.stage_all(num_threads=num_threads)
             job.may_begin.set()
         else:
+            snapshot.stage_small()
             job.may_begin.set()
             snapshot.stage_from_back(num_threads=num_threads)
 
@@ -207,13 +214,8 @@ class BackgroundCommits:
         with self._turn(), collective_errors(peers):
             if worker is None:
                 return commit_live(self._handle, snapshot.tree, request, peers=peers, **rest)
-
-            def check() -> None:
-                if snapshot.error is not None:
-                    raise snapshot.error
-
             return worker.commit(
-                snapshot.tree, request, arenas=snapshot.arenas, peers=peers, check=check, **rest
+                snapshot.tree, request, arenas=snapshot.arenas, peers=peers, check=snapshot.check, **rest
             )  # fmt: skip
 
     def finish(self) -> None:

@@ -89,7 +89,7 @@ class PendingCommit:
     def staged(self) -> bool:
         """Whether the live state may change: the commit does not read it any more."""
         snapshot = self._snapshot
-        return self.done() if snapshot is None else snapshot.settled
+        return self.done() if snapshot is None else snapshot.wait_settled(0)
 
     def wait_staged(self, timeout_s: float | None = None) -> bool:
         """Wait until the live state may change; whether it may. With `snapshot="copy"` it may when the call returns.

@@ -38,6 +38,7 @@ from cas_ckpt.objects.state import (
     render_name,
 )
 from cas_ckpt.objects.values import encode_value
+from cas_ckpt.training.background.changes import Watch, Watched
 from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy, room_bytes
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -57,11 +58,16 @@ class StagedTensor:
     """
 
     __slots__ = (
-        "_arrays", "_live", "_numbers", "_snapshot", "boxes", "digests", "item_bytes", "num_bytes", "places", "spec",
+        "_arrays", "_live", "_numbers", "_snapshot", "boxes", "digests", "item_bytes", "key", "num_bytes", "places",
+        "spec", "watched",
     )  # fmt: skip
 
-    def __init__(self, snapshot: Snapshot, live: ArraySource, boxes: tuple[Box, ...], spec: Spec) -> None:
+    def __init__(
+        self, snapshot: Snapshot, key: str, live: ArraySource, boxes: tuple[Box, ...], spec: Spec
+    ) -> None:  # fmt: skip
         self._snapshot = snapshot
+        self.key = key
+        self.watched: Watched | None = None
         self._live: ArraySource | None = live
         self._arrays: tuple[Array, ...] | None = None
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -102,7 +108,7 @@ class StagedTensor:
         Raises:
             Whatever broke the snapshot. ConflictError: it is read once more after it was saved from live memory.
         """
-        live = self._live
+        live = self._snapshot.live_for_reading(self)
         if live is not None:
             if self._snapshot.error is not None:
                 raise self._snapshot.error
@@ -135,8 +141,11 @@ class StagedTensor:
         error = self._snapshot.error
         if error is not None:
             raise error
+        if self.watched is not None:
+            self._snapshot.watch.look(self.watched)
         if self._live is not None:
-            self._snapshot.note_saved(self)
+            self.check()
+        self._snapshot.note_saved(self)
 
     def plan(self, arena: Arena | None, number: int) -> tuple[list[Copy], Places]:
         """What has to be copied to stage it, and where that is then: in `arena`, or in memory of its own."""
@@ -152,6 +161,19 @@ class StagedTensor:
             copies.append(new_copy(live, box, self.item_bytes, memory))
             places.append((number, at))
         return copies, tuple(places)
+
+    def be_read_later(self, live: ArraySource, watched: Watched) -> None:
+        """It is staged after the call has returned: from `live`, which `watched` watches."""
+        self._live, self.watched = live, watched
+
+    def check(self) -> None:
+        """Return if it has not changed since the call, as far as that can be seen now.
+
+        Raises:
+            StateChangedError: names it.
+        """
+        if self.watched is not None:
+            self.watched.check()
 
     def be_staged(self, arrays: tuple[Array, ...], places: Places) -> None:
         """The copies are made: it is read there from now on."""
@@ -182,6 +204,7 @@ class Snapshot:
         tensors: What has to be staged, tied ones once, in the order in which a commit reads them.
         num_bytes: Bytes of them.
         staged_bytes: How many of these are staged or saved.
+        watch: What watches the tensors that are staged after the call (`snapshot="lazy"`).
         error: What broke the snapshot; reading it raises this.
         settled: All is staged or saved: the live state may change.
     """
@@ -197,6 +220,8 @@ class Snapshot:
         self.settled = False
         self.staged_bytes = 0
         self.arenas: list[Arena] = []
+        self.watch = Watch()
+        self._on_release: list[Callable[[], object]] = []
         self._changed = threading.Condition()
         self._pool: StagingPool | None = None
         self._rank, self._allow_pickle, self._is_known = rank, allow_pickle, is_known
@@ -205,6 +230,8 @@ class Snapshot:
         self._tied = {}
         self.num_bytes = sum(each.num_bytes for each in self.tensors)
         self._num_live = len(self.tensors)
+        # What each thread of the commit looks at: the answer of `read` is valid until the same thread reads again.
+        self._views: dict[int, StagedTensor] = {}
 
     def _walk(self, state: Container) -> Container:
         root = Container(state.kind, {}, state.attrs)
@@ -238,7 +265,7 @@ class Snapshot:
             boxes: tuple[Box, ...] = (spec.box,)
             if item.placement is not None:
                 boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
-            staged = StagedTensor(self, item.source, boxes, spec)
+            staged = StagedTensor(self, key, item.source, boxes, spec)
             self.tensors.append(staged)
             if tie is not None:
                 self._tied[tie] = staged
@@ -267,11 +294,17 @@ class Snapshot:
             if self._pool is not None:
                 self._pool.give(arena)
 
+    def before_release(self, call: Callable[[], object]) -> None:
+        """Have `call` called when the commit has ended, before memory is given back."""
+        self._on_release.append(call)
+
     def release(self) -> None:
         """The commit has ended: nothing is read any more."""
         with self._changed:
             self.settled = True
             self._changed.notify_all()
+        for call in self._on_release:
+            call()
         for each in self.tensors:
             each.forget()
         self.give_room()
@@ -284,32 +317,42 @@ class Snapshot:
         Raises:
             Whatever a source raised; the snapshot is broken then.
         """
-        self._stage(self.tensors, num_threads=num_threads)
-        self._settle()
+        self.stage(self.tensors, num_threads=num_threads)
+        self.settle()
+
+    def stage_small(self) -> None:
+        """Copy the tensors that a commit stores in its tree; they need no room.
+
+        Before the commit begins: it never reports them as saved.
+        """
+        self.stage([each for each in self.tensors if each.num_bytes <= INLINE_BYTES], num_threads=1, in_arena=False)
 
     def stage_from_back(self, *, num_threads: int) -> None:
         """Copy what fits, from the back, while a commit saves from the front; returns when there is nothing live.
 
-        Small tensors, which a commit reads before all others, come first and need no room.
-
         Raises:
             Whatever a source raised; the snapshot is broken then.
         """
-        small = [each for each in self.tensors if each.num_bytes <= INLINE_BYTES]
-        self._stage(small, num_threads=1, in_arena=False)
         for each in reversed(self.tensors):
             if each.live is not None and each.room <= sum(arena.left_bytes for arena in self.arenas[-1:]):
-                self._stage([each], num_threads=num_threads)
+                self.stage([each], num_threads=num_threads)
         with self._changed:
-            while self._num_live and not self.settled and self.error is None:
+            while (self._num_live or self._views) and not self.settled and self.error is None:
                 self._changed.wait()
-        self._settle()
+        self.settle()
 
-    def _stage(self, tensors: list[StagedTensor], *, num_threads: int, in_arena: bool = True) -> None:
+    def stage(self, tensors: Sequence[StagedTensor], *, num_threads: int, in_arena: bool = True) -> None:
+        """Copy these.
+
+        Raises:
+            Whatever a source raised, or StateChangedError: one has changed since the call.
+        """
         arena = self.arenas[-1] if in_arena and self.arenas else None
         number = len(self.arenas) - 1 if arena is not None else -1
         plans = [(each, *each.plan(arena, number)) for each in tensors]
         copy_all([copy for _, copies, _ in plans for copy in copies], num_threads=num_threads)
+        for each in tensors:
+            each.check()
         with self._changed:
             for each, copies, places in plans:
                 if each.live is not None:  # else it was saved meanwhile
@@ -322,17 +365,34 @@ class Snapshot:
         if not self._num_live:
             self._changed.notify_all()
 
-    def _settle(self) -> None:
+    def live_for_reading(self, tensor: StagedTensor) -> ArraySource | None:
+        """The live source of `tensor`, which this thread looks at from now on until it reads again; None: staged."""
+        if tensor.live is None and not self._views:
+            return None
+        own = threading.get_ident()
+        with self._changed:
+            live = tensor.live
+            if live is not None:
+                self._views[own] = tensor
+            elif self._views.pop(own, None) is not None and not self._views:
+                self._changed.notify_all()
+            return live
+
+    def settle(self) -> None:
+        """Everything is staged or saved."""
         with self._changed:
             self.settled = True
             self._changed.notify_all()
 
     def note_saved(self, tensor: StagedTensor) -> None:
-        """The commit has saved `tensor` from live memory, and reads it no more."""
+        """The commit has saved `tensor`, and looks at its live memory no more."""
         with self._changed:
             if tensor.live is not None:
                 tensor.forget()
                 self._count(tensor)
+            for thread in [thread for thread, each in self._views.items() if each is tensor]:
+                del self._views[thread]
+            self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
         """Break the snapshot: what is read of it, or was read and is not reported saved yet, raises `error`."""
@@ -341,7 +401,23 @@ class Snapshot:
                 self.error = error
             self._changed.notify_all()
 
+    def check(self) -> None:
+        """Return if nothing broke it.
+
+        Raises:
+            Whatever did. StateChangedError: a tensor has changed since the call, in a way that is seen only now.
+        """
+        if self.error is not None:
+            raise self.error
+        self.watch.look()
+
     def wait_settled(self, timeout_s: float | None = None) -> bool:
-        """Wait until the live state may change; whether it may."""
+        """Wait until the live state may change; whether it may.
+
+        Changes that this thread has made before are noticed now, those that it makes from now on are its own business.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self.settled or self.error is not None, timeout_s)
+            settled = self._changed.wait_for(lambda: self.settled or self.error is not None, timeout_s)
+        if settled:
+            self.watch.settle()
+        return settled

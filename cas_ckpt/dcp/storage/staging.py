@@ -1,0 +1,131 @@
+"""Copies of states for dcp.async_save, each in memory of its own until nobody looks at it any more.
+
+    1. `stage_state` looks for the storages of the state's tensors, and takes one arena for all of them.
+    2. torch's own stager copies the structure; the storages it copies go into the arena. What it finds besides (tensors
+       inside of objects) gets new memory.
+    3. When the last tensor over an arena is gone, the next call takes it back, warm.
+
+Invariant: memory that a save, a planner or a failed save's error still refers to is never written again. So two copies
+that overlap in time keep their own values, however long DCP holds them. Must not know repositories.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+from cas_ckpt.training.capture.tensors import is_kind
+from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool, room_bytes
+
+Storages: TypeAlias = dict[tuple[torch.device, int], torch.UntypedStorage]
+"""By device and address."""
+
+
+class _Arenas:
+    """The arenas of all such copies of this process."""
+
+    def __init__(self) -> None:
+        self._pool = StagingPool()
+        self._lock = threading.Lock()
+        self._taken_bytes = 0
+        # Finalizers run wherever memory happens to be freed, also inside of the pool: they only note what is over.
+        self._over: deque[Arena] = deque()
+
+    def rooms(self, storages: Storages) -> Storages:
+        """Memory for each of them, by the same keys; undefined bytes."""
+        wanted = sum(room_bytes(storage.nbytes()) for storage in storages.values())
+        if not wanted:
+            return {}
+        with self._lock:
+            while self._over:
+                arena = self._over.popleft()
+                self._taken_bytes -= arena.num_bytes
+                self._pool.give(arena)
+            # As much as it takes: all of the state is copied. What is warm and free beyond that is unmapped.
+            needed = -(-wanted // GRANULE_BYTES) * GRANULE_BYTES
+            budget = max(self._taken_bytes + needed, self._pool.held_bytes)
+            taken = self._pool.take(wanted, budget_bytes=budget)
+            if taken is None:
+                return {}
+            self._taken_bytes += taken.num_bytes
+        left: list[None] = [None] * len(storages)
+        return {key: self._lent(taken, storage.nbytes(), left) for key, storage in storages.items()}
+
+    def _lent(self, arena: Arena, num_bytes: int, left: list[None]) -> torch.UntypedStorage:
+        """A storage in `arena`, which is over when all of `left` are gone."""
+        _, memory = arena.room(num_bytes)
+        weakref.finalize(memory, partial(self._gone, arena, left)).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def _gone(self, arena: Arena, left: list[None]) -> None:
+        left.pop()
+        if not left:
+            self._over.append(arena)
+
+
+class _Stager(StateDictStager):
+    """torch's copy of a state's structure, its storages in memory that we name."""
+
+    def __init__(self, rooms: Storages) -> None:
+        super().__init__()
+        self._rooms = rooms
+
+    def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
+        room = self._rooms.get((storage.device, storage.data_ptr()))
+        if room is None or room.nbytes() != storage.nbytes():
+            found: torch.UntypedStorage = super()._stage_untyped_storage(storage, non_blocking)
+            return found
+        return room.copy_(storage, non_blocking=False)
+
+    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
+        if x.layout != torch.strided:  # torch's own asks them for their storage, which they do not have
+            memo[id(x)] = found = x.detach().to("cpu", copy=True)
+            return found
+        return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-any-return, no-untyped-call]
+
+
+_arenas = _Arenas()
+
+
+def stage_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `state` on the host: the same structure, other memory; what shared a storage shares one."""
+    storages: Storages = {}
+    for tensor in _tensors_in(state):
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.device, storage.data_ptr()] = storage
+    stager = _Stager(_arenas.rooms(storages))
+    try:
+        staged: dict[str, Any] = stager.stage(state)
+    finally:
+        stager.close()  # type: ignore[no-untyped-call]
+    return staged
+
+
+def _tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """Strided tensors with memory, in dicts, lists and tuples; of divided ones the local parts."""
+    if isinstance(value, torch.Tensor):
+        yield from filter(_has_memory, _parts(value))
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in inside:
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(child, inside | {id(value)})
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    divided: Any = tensor
+    if is_kind(tensor, "DTensor"):
+        return [divided._local_tensor]
+    if is_kind(tensor, "ShardedTensor"):
+        return [shard.tensor for shard in divided.local_shards()]
+    return [tensor]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested

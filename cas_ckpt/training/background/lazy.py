@@ -1,0 +1,140 @@
+"""`snapshot="lazy"`: what only optimizers change is staged after the call, while the next forward and backward run.
+
+    1. At the call everything else is staged: buffers, loose tensors, arrays, small tensors.
+    2. Parameters and optimizer state are watched (changes.py), and read from then on through tensors of our own, which
+       keep the memory of the call whatever becomes of the live ones.
+    3. One thread stages them, from the front; if not all fits, the commit saves them from the front meanwhile.
+    4. The hook before every step of every optimizer (step_hook.py) waits until all is staged or saved.
+
+Invariant: what is staged is what was there at the call; a change that torch counts breaks the snapshot with
+StateChangedError, which the commit raises. Memory of the pool is written by nobody after the commit has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cas_ckpt.objects.nodes import INLINE_BYTES
+from cas_ckpt.objects.state import ArraySource
+from cas_ckpt.training.background.staged import Snapshot, StagedTensor
+from cas_ckpt.training.background.step_hook import hold_steps, let_steps
+from cas_ckpt.training.background.trained_memory import TrainedMemory
+from cas_ckpt.training.capture.sharded import ShardElements
+from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
+from cas_ckpt.transfer.background import Background
+
+PORTION_BYTES = 32 << 20
+"""What is staged at a time: so often a change, a cancelled commit or one that failed is noticed."""
+
+
+def stage_later(
+    state: Mapping[str, Any], snapshot: Snapshot, *, fits: bool, may_begin: Callable[[], object], num_threads: int
+) -> bool:
+    """Stage what has to be staged now, and the rest behind the caller; False: there is no such rest, or no room for it.
+
+    Args:
+        state: Of which `snapshot` was made just now.
+        fits: There is room for all of it.
+        may_begin: Called when the commit may begin; the commit waits for that.
+        num_threads: They copy what is staged now.
+    """
+    later = _watched(snapshot, TrainedMemory(state))
+    now = [each for each in snapshot.tensors if each.watched is None]
+    large = [each for each in now if each.num_bytes > INLINE_BYTES]
+    room = sum(arena.left_bytes for arena in snapshot.arenas)
+    if not later or sum(each.room for each in large) > room:
+        return False
+    snapshot.stage_small()
+    snapshot.stage(large, num_threads=num_threads)
+    stager = _Stager(snapshot, later, fits, may_begin)
+    snapshot.before_release(stager.end)
+    stager.begin()
+    return True
+
+
+class _Stager:
+    """The thread that stages the rest of one snapshot, and what waits for it."""
+
+    def __init__(
+        self, snapshot: Snapshot, later: Sequence[StagedTensor], fits: bool, may_begin: Callable[[], object]
+    ) -> None:
+        self._snapshot, self._later, self._fits, self._may_begin = snapshot, later, fits, may_begin
+        self._over = threading.Event()
+
+    def begin(self) -> None:
+        """Go on in a thread; from now on no optimizer steps before all is staged."""
+        hold_steps(self.wait)
+        if not self._fits:
+            self._may_begin()
+        Background(self._run, failed=self._snapshot.abort).wake()
+
+    def wait(self) -> None:
+        """For the hook: return when the live state may change."""
+        self._snapshot.wait_settled()
+
+    def end(self) -> None:
+        """The commit has ended: wait until nothing is copied any more, which is soon."""
+        let_steps(self.wait)
+        self._over.wait()
+
+    def _run(self) -> None:
+        snapshot = self._snapshot
+        try:
+            if self._fits:
+                for portion in _portions(self._later):
+                    if snapshot.error is not None or snapshot.settled:
+                        return
+                    snapshot.stage(portion, num_threads=1)
+                snapshot.settle()
+            else:
+                snapshot.stage_from_back(num_threads=1)
+        except BaseException as error:  # noqa: BLE001 - the commit raises it
+            snapshot.abort(error)
+        finally:
+            self._over.set()
+            self._may_begin()
+
+
+def _portions(tensors: Sequence[StagedTensor]) -> Iterator[list[StagedTensor]]:
+    portion: list[StagedTensor] = []
+    for each in tensors:
+        portion.append(each)
+        if sum(tensor.num_bytes for tensor in portion) >= PORTION_BYTES:
+            yield portion
+            portion = []
+    if portion:
+        yield portion
+
+
+def _watched(snapshot: Snapshot, memory: TrainedMemory) -> list[StagedTensor]:
+    """The tensors of `snapshot` that only optimizers change, each watched from now on."""
+    found = []
+    for each in snapshot.tensors:
+        live = each.live
+        if live is None or each.num_bytes <= INLINE_BYTES:
+            continue
+        kept = _kept(live)
+        if kept is None:
+            continue
+        source, tensors = kept
+        counting = [memory.counting(tensor) for tensor in tensors]
+        if all(counting):
+            each.be_read_later(source, snapshot.watch.add(each.key, tensors, [t for some in counting for t in some]))
+            found.append(each)
+    return found
+
+
+def _kept(source: ArraySource) -> tuple[ArraySource, list[torch.Tensor]] | None:
+    """`source` over tensors of our own, and these: `tensor.data = other` changes the live one's memory, not theirs."""
+    if isinstance(source, (HostTensor, CopiedTensor)):
+        tensor = source.tensor.detach()
+        return type(source)(tensor), [tensor]
+    if isinstance(source, ShardElements):
+        kept = [type(local)(local.tensor.detach()) for local in source.locals]
+        return replace(source, locals=tuple(kept)), [local.tensor for local in kept]
+    return None

@@ -1,0 +1,99 @@
+"""What of a state only the step of an optimizer changes, so that it may be copied after the call.
+
+    - parameters of the modules in the state, and tensors in the state of its optimizers
+    - not the memory of buffers (a forward changes them), nor parameters of layers that a forward rescales
+      (`max_norm` of embeddings), nor tensors that torch keeps no version counter of (made in inference mode)
+
+Modules and optimizers are looked for in the state itself and in plain dicts, lists and tuples in it. What a Stateful of
+somebody else's holds, or a `state_dict()` that the caller made, cannot be told from loose tensors.
+
+Invariant: memory is taken for trained only if it is, from its first element to its last, that of such a tensor. Asks no
+object for its state and changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from cas_ckpt.training.capture.tensors import is_kind
+from cas_ckpt.training.optimizers import NamedOptimizer
+from cas_ckpt.training.stateful import NamedModule, found_in
+
+Place: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+_KINDS = (torch.nn.Module, NamedModule, torch.optim.Optimizer, NamedOptimizer)
+
+
+class TrainedMemory:
+    """The memory of one state that only optimizers change; valid while the live tensors are what they are."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._live: dict[Place, tuple[torch.Tensor, ...]] = {}
+        self._changed_by_forward: set[int] = set()
+        for _, found in found_in(state, _KINDS):
+            self._add(found)
+
+    def _add(self, found: Any) -> None:
+        if isinstance(found, (torch.optim.Optimizer, NamedOptimizer)):
+            optimizer = found.optimizer if isinstance(found, NamedOptimizer) else found
+            for tensor in _tensors_in(list(optimizer.state.values())):
+                self._add_tensor(tensor)
+            return
+        module = found.module if isinstance(found, NamedModule) else found
+        for part in module.modules():
+            changed = list(part._buffers.values())
+            if getattr(part, "max_norm", None) is not None:
+                changed += part._parameters.values()
+            for tensor in _tensors_in(changed):
+                for local in _locals_of(tensor):
+                    self._changed_by_forward.add(local.untyped_storage().data_ptr())
+            for tensor in _tensors_in(list(part._parameters.values())):
+                self._add_tensor(tensor)
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        counting = _locals_of(tensor)
+        if any(each.is_inference() or not each.numel() for each in counting):
+            return
+        for local in counting:
+            place = _place_of(local)
+            counted = counting if local is tensor else (tensor, *counting)
+            self._live[place] = (*self._live.get(place, ()), *counted)
+
+    def counting(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The live tensors whose version counters count every change of the memory of `tensor`; none: copy it now.
+
+        Args:
+            tensor: Strided, of the base class, as a capture has it: of a divided one, the local part.
+        """
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._changed_by_forward:
+            return ()
+        return self._live.get(_place_of(tensor), ())
+
+
+def _place_of(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _locals_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold its elements here: itself, or its local parts; none that has no memory."""
+    if is_kind(tensor, "DTensor"):
+        divided: Any = tensor
+        found = (divided._local_tensor,)
+    elif is_kind(tensor, "ShardedTensor"):
+        legacy: Any = tensor
+        found = tuple(shard.tensor for shard in legacy.local_shards())
+    else:
+        found = (tensor,)
+    return tuple(each for each in found if each.layout == torch.strided and not each.is_meta and not each.is_nested)
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Tensors in dicts, lists and tuples, as optimizers keep them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and depth < 10:
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(child, depth + 1)

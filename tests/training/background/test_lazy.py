@@ -1,0 +1,370 @@
+"""`commit_async(snapshot="lazy")`: the state of the call, whatever training does while it is staged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from cas_ckpt import Repository, StateChangedError, StateDict
+from cas_ckpt.errors import BackgroundCommitError, CancelledError
+from cas_ckpt.training.background import lazy, step_hook
+from cas_ckpt.transfer import staging
+
+_NUMBERS = count()
+TIMEOUT_S = 60
+
+
+def new_repo() -> Repository:
+    return Repository.init(f"memory://lazy-{next(_NUMBERS)}")
+
+
+@pytest.fixture
+def repo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    monkeypatch.setattr(staging, "GRANULE_BYTES", 4096)  # small states that do not fit their staging memory
+    with new_repo() as made:
+        yield made
+    assert not step_hook._held
+
+
+class Net(torch.nn.Module):
+    """Layers that are staged later, buffers that a forward changes, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(60, 70)
+        self.norm = torch.nn.BatchNorm1d(70)
+        self.second = torch.nn.Linear(70, 60)
+        self.third = torch.nn.Linear(70, 60)
+        self.third.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        return self.second(x) + self.third(x)
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True, amsgrad=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "Adam with a rate that is a tensor": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1)),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+}
+
+
+class Training:
+    """A training loop that does the same whenever it is begun with the same seed."""
+
+    def __init__(self, kind: str = "AdamW foreach", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        self.optim = KINDS[kind](self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 2)
+        self.loose = torch.arange(3000.0)
+        self.progress = StateDict(step=0, seen=[1, {"a": 2}])
+        self.state = {
+            "model": self.model, "optim": self.optim, "schedule": self.schedule, "loose": self.loose,
+            "progress": self.progress,
+        }  # fmt: skip
+        self.step()
+
+    def forward_and_backward(self) -> torch.Tensor:
+        self.optim.zero_grad()
+        loss = self.model(torch.randn(8, 60)).square().mean()
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        self.optim.step(self.forward_and_backward)  # type: ignore[arg-type]
+        self.schedule.step()
+        self.progress["step"] += 1
+        self.progress["seen"][1]["a"] += 1
+        self.loose.mul_(1.5)
+
+
+def root_of(training: Training) -> str:
+    with new_repo() as other:
+        return other.commit(training.state).root
+
+
+class HeldStager:
+    """The thread that stages, which goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def run(self, stager: Any) -> None:
+        assert self.go_on.wait(TIMEOUT_S)
+        _RUN(stager)
+
+
+_RUN = lazy._Stager._run
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldStager]:
+    stager = HeldStager()
+    monkeypatch.setattr(lazy._Stager, "_run", lambda self: stager.run(self))
+    yield stager
+    stager.go_on.set()
+
+
+def in_a_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+# ------------------------------------------------------------ training goes on
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("staging_bytes", [None, 70_000])
+def test_a_training_loop_gives_the_ids_of_synchronous_commits(
+    repo: Repository, kind: str, staging_bytes: int | None
+) -> None:
+    beside, training = Training(kind), Training(kind)
+    wanted, pending = [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        wanted.append(root_of(beside))
+        beside.step()
+        torch.manual_seed(seed)
+        pending.append(
+            repo.commit_async(training.state, step=seed, snapshot="lazy", staging_bytes=staging_bytes, max_in_flight=2)
+        )
+        training.step()
+    assert [each.result().root for each in pending] == wanted
+
+
+def test_the_call_returns_before_anything_is_staged_and_a_step_waits(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    wanted = root_of(training)
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    assert not pending.staged and not pending.wait_staged(0) and not pending.done()
+    training.forward_and_backward()
+    before = [param.detach().clone() for param in training.model.parameters()]
+    stepping = in_a_thread(training.step)
+    stepping.join(0.05)
+    assert stepping.is_alive()
+    assert all(map(torch.equal, before, training.model.parameters()))
+    held.go_on.set()
+    stepping.join(TIMEOUT_S)
+    assert not any(map(torch.equal, before, training.model.parameters()))
+    assert pending.staged and pending.result().root == wanted
+
+
+def test_what_a_forward_may_change_and_all_that_is_loose_is_copied_at_the_call(
+    repo: Repository, held: HeldStager
+) -> None:
+    training = Training()
+    wanted = root_of(training)
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    training.model(torch.randn(8, 60))  # moves the running means
+    training.loose.zero_()
+    training.loose.numpy()[:] = 3
+    training.progress["step"] = 77
+    training.progress["seen"][1]["a"] = 5
+    for group in training.optim.param_groups:
+        group["lr"] = 1e-9
+    training.schedule.last_epoch = 99
+    held.go_on.set()
+    assert pending.result().root == wanted
+
+
+def test_an_optimizer_that_steps_inside_of_backward_waits(repo: Repository, held: HeldStager) -> None:
+    model = torch.nn.Linear(60, 70)
+    optims = {name: torch.optim.SGD([param], lr=0.1) for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: optims[name].step())  # type: ignore[misc]
+    state = {"model": model, "optims": optims}
+    wanted = new_repo().commit(state).root
+    pending = repo.commit_async(state, snapshot="lazy")
+    backward = in_a_thread(lambda: model(torch.ones(2, 60)).sum().backward())
+    backward.join(0.05)
+    assert backward.is_alive()
+    held.go_on.set()
+    backward.join(TIMEOUT_S)
+    assert pending.result().root == wanted
+
+
+def test_what_becomes_of_the_objects_after_the_call_changes_nothing(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    wanted = root_of(training)
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    training.model.to(torch.bfloat16)
+    for values in training.optim.state.values():
+        for value in values.values():
+            value.data = torch.zeros(3)
+    training.optim.state.clear()
+    training.state.clear()
+    del training
+    held.go_on.set()
+    assert pending.result().root == wanted
+
+
+def test_after_wait_staged_anything_may_be_changed_in_any_way(repo: Repository) -> None:
+    training = Training()
+    wanted = root_of(training)
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    assert pending.wait_staged() and pending.staged
+    for param in training.model.parameters():
+        param.data.zero_()
+        param.detach().add_(5)
+    assert pending.result().root == wanted
+
+
+def test_a_state_without_modules_and_optimizers_is_copied_at_the_call(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    state = {"model": training.model.state_dict(), "loose": training.loose}
+    wanted = new_repo().commit(state).root
+    pending = repo.commit_async(state, snapshot="lazy")
+    assert pending.staged
+    training.step()
+    assert pending.result().root == wanted
+
+
+def test_several_commits_wait_for_one_another_and_a_step_for_all_of_them(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    wanted, pending = [], []
+    for step in range(3):
+        training.progress["step"] = step
+        wanted.append(root_of(training))
+        pending.append(repo.commit_async(training.state, step=step, snapshot="lazy", max_in_flight=3))
+    stepping = in_a_thread(training.step)
+    held.go_on.set()
+    stepping.join(TIMEOUT_S)
+    assert [each.result().root for each in pending] == wanted
+    assert [each.step for each in repo.log("main")] == [2, 1, 0]
+
+
+# ------------------------------------------------------------ changes that no hook sees
+
+
+def in_inference_mode(weight: torch.Tensor) -> None:
+    with torch.inference_mode():
+        weight.mul_(2)
+
+
+UNSEEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda weight: weight.detach().add_(1),
+    "one element": lambda weight: weight.detach()[3].__setitem__(4, 7.0),
+    "foreach": lambda weight: torch._foreach_mul_([weight.detach()], 2.0),
+    "in inference mode": in_inference_mode,
+    ".data": lambda weight: weight.data.mul_(2),
+    "NumPy": lambda weight: weight.detach().numpy().__imul__(2),
+}
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 70_000])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_change_that_no_hook_sees_fails_the_commit_and_names_the_key(
+    repo: Repository, held: HeldStager, name: str, staging_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    first = repo.commit(training.state)
+    released = threading.Event()
+    if staging_bytes == 70_000:  # then the commit begins beside the stager: let it wait too
+        monkeypatch.setattr(lazy._Stager, "begin", _begin_held(released))
+    pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=staging_bytes)
+    UNSEEN[name](training.model.second.weight)
+    released.set()
+    held.go_on.set()
+    with pytest.raises(StateChangedError, match=r"^model/second\.weight: .*wait_staged"):
+        pending.result()
+    assert repo.latest() == first
+    training.step()
+    assert repo.commit_async(training.state, snapshot="lazy").result().root == root_of(training)
+
+
+def _begin_held(released: threading.Event) -> Callable[[Any], None]:
+    begin = lazy._Stager.begin
+
+    def held(stager: Any) -> None:
+        may_begin = stager._may_begin
+        stager._may_begin = lambda: in_a_thread(lambda: (released.wait(TIMEOUT_S), may_begin()))
+        begin(stager)
+
+    return held
+
+
+def test_a_step_is_made_though_the_commit_failed(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    with torch.no_grad():
+        training.model.first.weight.add_(1)
+    stepping = in_a_thread(training.step)
+    held.go_on.set()
+    stepping.join(TIMEOUT_S)
+    assert training.progress["step"] == 2
+    assert isinstance(pending.exception(), StateChangedError)
+
+
+def test_a_change_that_nobody_asked_about_is_raised_by_the_next_commit(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    repo.commit_async(training.state, snapshot="lazy")
+    with torch.no_grad():
+        training.model.first.weight.add_(1)
+    held.go_on.set()
+    with pytest.raises(BackgroundCommitError, match="model/first.weight"):
+        repo.commit(training.state)
+
+
+# ------------------------------------------------------------ ends
+
+
+def test_a_cancelled_commit_lets_the_step_go_on(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    stepping = in_a_thread(training.step)
+    cancelling = in_a_thread(pending.cancel)
+    held.go_on.set()
+    cancelling.join(TIMEOUT_S)
+    stepping.join(TIMEOUT_S)
+    assert not stepping.is_alive()
+    if pending.cancelled():
+        with pytest.raises(CancelledError):
+            pending.result()
+
+
+def test_a_stager_that_fails_fails_the_commit_and_holds_nobody(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(tensors: Any) -> Any:
+        raise MemoryError("no")
+
+    training = Training()
+    monkeypatch.setattr(lazy, "_portions", fails)
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    training.step()
+    with pytest.raises(MemoryError):
+        pending.result()
+
+
+def test_memory_goes_back_only_when_nothing_is_copied_into_it_any_more(repo: Repository, held: HeldStager) -> None:
+    training = Training()
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    snapshot = pending._snapshot
+    assert snapshot is not None
+    cancelling = in_a_thread(pending.cancel)
+    cancelling.join(0.05)
+    assert cancelling.is_alive() and snapshot.arenas
+    held.go_on.set()
+    cancelling.join(TIMEOUT_S)
+    assert not snapshot.arenas
+
+
+def test_closing_waits_for_what_is_staged_later(tmp_path: Any) -> None:
+    training = Training()
+    wanted = root_of(training)
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit_async(training.state, step=3, snapshot="lazy")
+    with Repository.open(tmp_path / "repo") as repo:
+        made = repo.latest()
+        assert made is not None and (made.root, made.step) == (wanted, 3)
