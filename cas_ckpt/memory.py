@@ -32,16 +32,18 @@ _DROPPED = frozenset({"active_file", "inactive_file", "total_active_file", "tota
 """In `memory.stat`: page cache, of v1 with all groups below (`total_`), which v2 counts anyway."""
 
 
-def memory_budget(given: int | None, *, num_ranks: int = 1) -> int:
+def memory_budget(given: int | None, *, num_ranks: int = 1, left_bytes: int | None = None) -> int:
     """Bytes that a call may take on this rank beyond the state.
 
     Args:
         given: What the caller wants; None: what the machine has, see above.
         num_ranks: Ranks on this machine that do the same, this one among them.
+        left_bytes: What `available_bytes` said, on another rank perhaps; None: it is asked.
     """
     if given is not None:
         return given
-    return max(LEAST_DEFAULT_BYTES, min(DEFAULT_BYTES, available_bytes() // (2 * num_ranks)))
+    left_bytes = available_bytes() if left_bytes is None else left_bytes
+    return max(LEAST_DEFAULT_BYTES, min(DEFAULT_BYTES, left_bytes // (2 * num_ranks)))
 
 
 def check_memory(given: int | None, least_bytes: int, what: str) -> None:

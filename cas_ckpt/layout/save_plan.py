@@ -25,7 +25,12 @@ from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
 BATCH_BYTES = 48 * 1024 * 1024
-"""Bytes of straddling cells per rank that are under way at once."""
+"""Bytes of straddling cells per rank that are under way at once, at most."""
+
+LEAST_BATCH_BYTES = 4 * 1024 * 1024
+COPIES = 6
+"""What a batch takes at its worst, in its own bytes: pieces that go out and come in, twice each while they are joined,
+leaves, and what these became when they were encoded."""
 
 
 _Part = tuple[Box, tuple[int, ...]]
@@ -193,9 +198,11 @@ def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
 class SavePlan:
     """Who does what; see the module. `tensor` numbers are positions in what was planned."""
 
-    def __init__(self, held: Sequence[Held], world_size: int) -> None:
+    def __init__(self, held: Sequence[Held], world_size: int, *, memory_bytes: int | None = None) -> None:
         """Plan the tensors of all ranks; `held` is kept.
 
+        Args:
+            memory_bytes: Most memory that a rank may have for a batch, the same on every rank; None: for `BATCH_BYTES`.
         Raises:
             MismatchError: no rank holds some region; names key and region.
         """
@@ -217,7 +224,9 @@ class SavePlan:
         ]
         for (each, cell, _), shares in zip(cells, assign(demands, world_size), strict=True):
             each.shares[cell] = shares
-        self.num_batches = 1 + self._before[-1] // BATCH_BYTES if self._before[-1] else 0
+        most = BATCH_BYTES if memory_bytes is None else max(LEAST_BATCH_BYTES, memory_bytes // COPIES)
+        self._batch_bytes = min(BATCH_BYTES, most)
+        self.num_batches = 1 + self._before[-1] // self._batch_bytes if self._before[-1] else 0
 
     @cached_property
     def _before(self) -> list[int]:
@@ -248,10 +257,10 @@ class SavePlan:
         found = []
         for number, (template, ordinal) in enumerate(self._of):
             before, after = self._before[number], self._before[number + 1]
-            if before == after or not before // BATCH_BYTES <= batch <= after // BATCH_BYTES:
+            if before == after or not before // self._batch_bytes <= batch <= after // self._batch_bytes:
                 continue
             for cell in template.straddling_by_rank.get(rank, ()):
-                in_batch = (before + template.costs[cell]) // BATCH_BYTES == batch
+                in_batch = (before + template.costs[cell]) // self._batch_bytes == batch
                 if in_batch and rank in template.representatives(ordinal, cell):
                     found.append(template.straddling_cell(ordinal, cell))
         return found

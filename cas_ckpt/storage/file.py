@@ -282,7 +282,8 @@ class FileStore:
     @property
     def abilities(self) -> Abilities:
         """Durable, local, conditional; read-only where the folder is not ours to write."""
-        return Abilities(durable=True, local=True, read_only=os.path.exists(self._root) and not _may_write(self.root))
+        read_only = os.path.exists(self._root) and not _may_write(self.root)
+        return Abilities(durable=True, local=True, read_only=read_only, writer_bytes=BUFFER_BYTES)
 
     def get(self, key: str) -> bytes:
         """See `Store.get`; opened afresh, so that a replaced value is seen at once."""

@@ -127,7 +127,12 @@ class ObjectStore:
     def abilities(self) -> Abilities:
         """See `Store.abilities`."""
         return Abilities(
-            durable=True, local=False, parallel=self.bucket.parallel, max_key_bytes=MAX_KEY_BYTES - len(self.prefix)
+            durable=True,
+            local=False,
+            parallel=self.bucket.parallel,
+            max_key_bytes=MAX_KEY_BYTES - len(self.prefix),
+            writer_bytes=self.bucket.part_bytes,
+            in_flight_bytes=self.bucket.parallel * self.bucket.part_bytes,
         )
 
     def after_fork(self) -> None:

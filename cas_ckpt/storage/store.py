@@ -65,6 +65,7 @@ class Abilities:
         parallel: Requests at once that are of use: 1 where the medium answers at once, more where each waits for a
             network. Readers choose their threads by it.
         max_key_bytes: Longest key; shorter than `MAX_KEY_BYTES` where a prefix takes a part of the name.
+        writer_bytes: Memory that each open writer takes. in_flight_bytes: What all writers take besides, together.
     """
 
     durable: bool
@@ -73,6 +74,8 @@ class Abilities:
     read_only: bool = False
     parallel: int = 1
     max_key_bytes: int = MAX_KEY_BYTES
+    writer_bytes: int = 0
+    in_flight_bytes: int = 0
 
 
 @runtime_checkable

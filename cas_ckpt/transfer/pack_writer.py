@@ -214,10 +214,15 @@ class ChunkSink:
 
     Args:
         on_pack: Called, by whoever writes, whenever a pack has become durable.
+        num_writers: Packs written side by side, at most.
     """
 
-    def __init__(self, store: Store, *, pack_bytes: int, on_pack: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, store: Store, *, pack_bytes: int, on_pack: Callable[[], None] | None = None,
+        num_writers: int = NUM_WRITERS,
+    ) -> None:  # fmt: skip
         self._store = store
+        self._num_writers = num_writers
         self._pack_bytes = pack_bytes
         self._on_pack = on_pack
         self._queue: queue.Queue[_Batch | None] = queue.Queue(QUEUED_BATCHES)
@@ -255,7 +260,7 @@ class ChunkSink:
         self._queue.put(batch)
 
     def _start_writers(self) -> None:
-        wanted = NUM_WRITERS if self._queue.full() else 1
+        wanted = self._num_writers if self._queue.full() else 1
         if len(self._threads) < wanted:
             thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
             thread.start()

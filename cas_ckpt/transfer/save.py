@@ -3,7 +3,7 @@
 Invariant: what is written under an id is bytes that were hashed *as written*: a chunk that
 looks new is copied first and the copy is hashed, so that a tensor that somebody changes
 meanwhile can never put wrong bytes under an id. Memory is bounded by the buffers here and
-in pack_writer.py, whatever the size of the model.
+in pack_writer.py (how many: save_memory.py), whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -20,21 +20,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
-from cas_ckpt.transfer.pack_writer import NUM_WRITERS, QUEUED_BATCHES, ChunkSink, EncodedChunk
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.save_memory import BATCH_BYTES, SPARE_BUFFERS
 from cas_ckpt.transfer.workers import run_all
-
-BATCH_BYTES = 4 * 1024 * 1024
-"""Cells that are taken, asked about and written together: one large one, or many small ones."""
-
-SPARE_BUFFERS = QUEUED_BATCHES + NUM_WRITERS + 1
-"""Buffers beyond one for each hashing thread: those that wait in the sink, and are being written."""
 
 KEPT_BUFFERS = 12
 """Buffers of `BATCH_BYTES` that a process keeps for its next commit: new memory costs more than the copy into it."""
@@ -159,7 +153,7 @@ def save_tensors(
     num_threads: int,
     expect_new: bool,
     progress: Progress,
-    memory_bytes: int | None = None,
+    num_buffers: int | None = None,
     on_saved: Callable[[TensorWork], object] | None = None,
 ) -> None:
     """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
@@ -167,13 +161,12 @@ def save_tensors(
     Args:
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
-        memory_bytes: Most memory for buffers; None: see memory.py.
+        num_buffers: Batches that are copied and not written yet, at most (save_memory.py); at least two.
         on_saved: Told of every work once, by some thread, when none of its cells is read any more.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
-    most = max(2, memory_budget(memory_bytes) // BATCH_BYTES)  # one may wait in the sink for another
-    buffers = _Buffers(min(num_threads + SPARE_BUFFERS, most))
+    buffers = _Buffers(num_threads + SPARE_BUFFERS if num_buffers is None else num_buffers)
     left = None if on_saved is None else _Left(on_saved)
     make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new, left)
     batches = _batches(works if left is None else left.counted(works))

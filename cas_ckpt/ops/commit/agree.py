@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import NotFoundError, PeerError
 from cas_ckpt.layout.holdings import one_replica
+from cas_ckpt.memory import available_bytes, memory_budget
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.merge_states import (
@@ -67,6 +69,7 @@ class Agreement:
         seed: Random bytes, the same on every rank.
         shares_index: This rank's index is the very one that rank 0 writes.
         num_neighbours: Ranks on this machine, this one included: they share its cores.
+        memory_bytes: Budget of memory of the rank that has least.
     """
 
     merged: MergedState
@@ -74,6 +77,7 @@ class Agreement:
     seed: bytes
     shares_index: bool
     num_neighbours: int
+    memory_bytes: int
 
 
 def agree(
@@ -97,6 +101,7 @@ def agree(
         "generation": [begun.number, begun.nonce],
         "host": socket.gethostname(),
         "index": handle.index.place,
+        "memory": [request.memory_bytes, available_bytes()],
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
     reports = compare_calls(peers, _call(request, fields), header)
@@ -114,9 +119,13 @@ def agree(
     generations = {Generation(*each["generation"]) for each in reports}
     own = reports[peers.rank]
     shares = (own["host"], own["index"]) == (reports[0]["host"], reports[0]["index"]) and not handle.index.in_memory
-    neighbours = sum(1 for each in reports if each["host"] == own["host"])
+    on_host = Counter(each["host"] for each in reports)
+    memory_bytes = min(
+        memory_budget(each["memory"][0], num_ranks=on_host[each["host"]], left_bytes=each["memory"][1])
+        for each in reports
+    )
     generation = generations.pop() if len(generations) == 1 else None
-    return Agreement(merged, generation, reports[0]["seed"], shares, neighbours)
+    return Agreement(merged, generation, reports[0]["seed"], shares, on_host[own["host"]], memory_bytes)
 
 
 def _call(request: CommitRequest, fields: CommitFields) -> Call:

@@ -40,7 +40,7 @@ from cas_ckpt.ops.commit.request import (
     settle_ancestry,
     settle_destination,
 )
-from cas_ckpt.ops.commit.save import Saved, measure, save_alone
+from cas_ckpt.ops.commit.save import Saved, check_room, measure, save_alone
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors, report_instead
 
@@ -75,6 +75,7 @@ def commit_tree(
         PeerError: another rank failed, or disagrees; says who and what.
         InvalidInputError, UnsupportedValueError, FrozenChangedError: before anything is written
             that could be seen. ConflictError: the branch moved. StorageError: the medium refused.
+        MemoryBudgetError: `request.memory_bytes` is too little for this state; before anything is written.
     """
     with collective_errors(peers):
         return _commit(handle, state, request, peers, memory, progress)[0]
@@ -105,18 +106,18 @@ def _commit(
         destination = settle_destination(handle, request, ancestry)
     if memory is None and (request.frozen is not None or request.frozen_keys):
         memory = FrozenMemory()
-    num_bytes, divided = measure(state)
+    size = measure(state)
+    check_room(handle, request, size)
     for _ in range(MAX_GENERATIONS):
         try:
             with Session(handle.store) as session:
-                if peers.size > 1 or divided:
+                if peers.size > 1 or size.divided:
                     saved = save_on_ranks(
-                        handle, state, request, fields, session, peers=peers, memory=memory, progress=progress
-                    )
+                        handle, state, request, fields, session, peers=peers, memory=memory, size=size,
+                        progress=progress,
+                    )  # fmt: skip
                 else:
-                    saved = save_alone(
-                        handle, state, request, session, memory=memory, num_bytes=num_bytes, progress=progress
-                    )
+                    saved = save_alone(handle, state, request, session, memory=memory, size=size, progress=progress)
                 made = _publish(
                     handle, saved, fields, ancestry, destination, peers, request, keeps_draft=memory is not None
                 )

@@ -26,7 +26,6 @@ from cas_ckpt.core.publish import GenerationMoved
 from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
 from cas_ckpt.layout.holdings import Shard, held_by, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
-from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.layouts import compose_layout
 from cas_ckpt.objects.nodes import Node, decode_tree
@@ -38,12 +37,13 @@ from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence, ReplicaCheck
-from cas_ckpt.ops.commit.save import RegionSums, Saved, save_chunks
+from cas_ckpt.ops.commit.save import RegionSums, Saved, StateSize, room_for, save_chunks
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Peers, named
 from cas_ckpt.transfer.save import TensorWork
+from cas_ckpt.transfer.save_memory import ENTRY_BYTES
 from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -58,6 +58,7 @@ def save_on_ranks(
     *,
     peers: Peers,
     memory: FrozenMemory | None,
+    size: StateSize,
     progress: Progress,
 ) -> Saved:
     """Save what all ranks have; collective.
@@ -65,6 +66,7 @@ def save_on_ranks(
     Args:
         state: What this rank has.
         memory: What this process declared frozen before; needed if `request` declares something frozen.
+        size: What `measure` says of `state`.
     Raises:
         PeerError: another rank failed or disagrees. GenerationMoved: all ranks begin anew.
         FrozenChangedError, StorageError, ...: on this rank.
@@ -75,9 +77,10 @@ def save_on_ranks(
     draft = Draft(agreement.merged.state, allow_pickle=request.allow_pickle)
     works = list(draft.works())
     num_threads = thread_count(request.num_threads, most=default_threads() // agreement.num_neighbours)
+    room = room_for(handle, request, size, num_threads=num_threads, num_ranks=agreement.num_neighbours)
     sums = RegionSums(num_threads)
     held = _compared(_held(draft, works, agreement, peers.size), works, agreement, request, peers, sums)
-    plan = SavePlan(held, peers.size)
+    plan = SavePlan(held, peers.size, memory_bytes=agreement.memory_bytes - size.num_entries * ENTRY_BYTES)
     own = PerRankValues(state, agreement.merged.ranks_paths, peers.rank, allow_pickle=request.allow_pickle)
     whole_cells = plan.whole_cells(peers.rank)
     mine = [tuple(box for shard in each.shards if peers.rank in shard.ranks for box in shard.pieces) for each in held]
@@ -94,8 +97,7 @@ def save_on_ranks(
         work.banded = len(mine[number]) <= 1
     straddling = StraddlingSaver(works, plan, peers, progress, num_threads)
     packs = save_chunks(
-        handle, [*works, *own.works], session, num_bytes=_own_bytes(held, peers.rank), num_threads=num_threads,
-        memory_bytes=memory_budget(request.memory_bytes, num_ranks=agreement.num_neighbours), progress=progress,
+        handle, [*works, *own.works], session, num_bytes=_own_bytes(held, peers.rank), room=room, progress=progress,
         straddling=straddling,
     )  # fmt: skip
     for (number, cell), digest in straddling.named.items():

@@ -20,7 +20,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import PeerError
-from cas_ckpt.memory import memory_budget
+from cas_ckpt.memory import check_memory, memory_budget
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node
@@ -36,6 +36,7 @@ from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.naming import named_in_place
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
+from cas_ckpt.transfer.save_memory import SaveMemory, divide, least_bytes
 from cas_ckpt.transfer.workers import thread_count
 
 BYTES_PER_THREAD = 96 * 1024 * 1024
@@ -69,13 +70,30 @@ class Saved:
     refusal: PeerError | None = None
 
 
-def measure(state: Container) -> tuple[int, bool]:
-    """Plain bytes of all tensors that have to be hashed, tied ones once; and whether one is divided over ranks."""
-    num_bytes, divided = 0, False
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """How large a state is on one rank.
+
+    Attributes:
+        num_bytes: Plain bytes of all tensors that have to be hashed, tied ones once.
+        num_entries: Tensors and values.
+        divided: Whether a tensor is divided over ranks.
+    """
+
+    num_bytes: int
+    num_entries: int
+    divided: bool
+
+
+def measure(state: Container) -> StateSize:
+    """How large `state` is."""
+    num_bytes, num_entries, divided = 0, 0, False
     tied = set()
     waiting = [state]
     while waiting:
-        for item in waiting.pop().children.values():
+        children = waiting.pop().children
+        num_entries += len(children)
+        for item in children.values():
             if isinstance(item, Container):
                 waiting.append(item)
             elif isinstance(item, TensorItem):
@@ -86,7 +104,35 @@ def measure(state: Container) -> tuple[int, bool]:
                     if tie is None or tie not in tied:
                         num_bytes += more
                         tied.add(tie)
-    return num_bytes, divided
+    return StateSize(num_bytes, num_entries, divided)
+
+
+def room_for(
+    handle: RepositoryHandle, request: CommitRequest, size: StateSize, *, num_threads: int, num_ranks: int = 1
+) -> SaveMemory:
+    """What the save step may have in memory; with the threads that fit, of those that are wanted.
+
+    Args:
+        num_ranks: Ranks on this machine that commit together.
+    """
+    return divide(
+        memory_budget(request.memory_bytes, num_ranks=num_ranks), num_threads=num_threads,
+        num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
+        abilities=handle.store.abilities,
+    )  # fmt: skip
+
+
+def check_room(handle: RepositoryHandle, request: CommitRequest, size: StateSize) -> None:
+    """Refuse a budget of memory in which this state cannot be saved.
+
+    Raises:
+        MemoryBudgetError: says how much is needed.
+    """
+    least = least_bytes(
+        num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
+        abilities=handle.store.abilities,
+    )  # fmt: skip
+    check_memory(request.memory_bytes, least, f"a commit of {size.num_entries} entries here")
 
 
 class RegionSums:
@@ -112,14 +158,14 @@ def save_alone(
     session: Session,
     *,
     memory: FrozenMemory | None,
-    num_bytes: int,
+    size: StateSize,
     progress: Progress,
 ) -> Saved:
     """Save a state of which this process has everything.
 
     Args:
         memory: What this process declared frozen before; needed if `request` declares something frozen.
-        num_bytes: Plain bytes that are hashed (`measure`).
+        size: What `measure` says of the state.
     Raises:
         InvalidInputError, UnsupportedValueError: something cannot be committed; names its key.
         FrozenChangedError: a frozen tensor is not what it was. StorageError: the medium refused.
@@ -136,14 +182,13 @@ def save_alone(
         )  # fmt: skip
     num_threads = 1
     paused: AbstractContextManager[object] = python_gc_paused()
-    if request.num_threads or num_bytes >= 2 * BYTES_PER_THREAD:
+    if request.num_threads or size.num_bytes >= 2 * BYTES_PER_THREAD:
         # A large state takes seconds, in which other threads of the process may need Python's collector.
-        num_threads, paused = thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD), nullcontext()
+        num_threads = thread_count(request.num_threads, most=size.num_bytes // BYTES_PER_THREAD)
+        paused = nullcontext()
+    room = room_for(handle, request, size, num_threads=num_threads)
     with paused:
-        packs = save_chunks(
-            handle, works, session, num_bytes=num_bytes, num_threads=num_threads,
-            memory_bytes=memory_budget(request.memory_bytes), progress=progress,
-        )  # fmt: skip
+        packs = save_chunks(handle, works, session, num_bytes=size.num_bytes, room=room, progress=progress)
     hashed = {} if memory is None or frozen is None else memory.check(frozen)
     return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
 
@@ -160,8 +205,7 @@ def save_chunks(
     session: Session,
     *,
     num_bytes: int,
-    num_threads: int,
-    memory_bytes: int,
+    room: SaveMemory,
     progress: Progress,
     straddling: StraddlingSaver | None = None,
 ) -> list[WrittenPack]:
@@ -169,18 +213,20 @@ def save_chunks(
 
     Args:
         num_bytes: What progress is measured against.
-        memory_bytes: Most memory that is taken for it.
+        room: What may be in memory for it.
     Raises:
         Whatever a source, the store or another rank raised; no pack is left open.
     """
-    sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat)
+    sink = ChunkSink(
+        handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat, num_writers=room.num_writers
+    )
     claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
     progress.start("hashing", num_bytes)
     try:
         expect_new = not handle.holds_chunks()
         save_tensors(
             works if expect_new else named_in_place(works, claims, progress), sink, claims=claims, policy=policy,
-            num_threads=num_threads, memory_bytes=memory_bytes, expect_new=expect_new, progress=progress,
+            num_threads=room.num_threads, num_buffers=room.num_buffers, expect_new=expect_new, progress=progress,
             on_saved=partial(_saved, straddling),
         )  # fmt: skip
         if straddling is not None:

@@ -1,0 +1,113 @@
+"""What the processes of test_memory_budgets.py do: each calls verbs in turn and says how much memory each took."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from cas_ckpt import Repository
+
+ROWS = 6007
+"""Of a tensor of 4,096 columns: of 98 MB, no rank's part of which ends where a cell ends."""
+
+Peaks = dict[str, int]
+"""Verb -> bytes above what was resident when it was called."""
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """The most that is resident while `call` runs, above what was before, and less what it returns."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = _status_bytes("VmRSS")
+    found = call()
+    peak = _status_bytes("VmHWM") - before
+    loaded = found.values() if isinstance(found, dict) else ()
+    return peak - sum(each.nbytes for each in loaded if isinstance(each, torch.Tensor))
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def import_everything(repo: Repository, folder: str) -> None:
+    """Call every verb once: what it imports, and what a process keeps of a database, is not what the next call holds."""
+    small = {"w": torch.zeros(1000)}
+    repo.commit(small, branch="small", create=True)
+    repo.checkout("small", into=small)
+    repo.load("small")
+    repo.export("small", f"{folder}/small.safetensors")
+    Repository.init(f"{folder}/other").close()
+    repo.push(f"{folder}/other", "small")
+
+
+def randomize(state: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Bytes that no encoding makes shorter."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in state.values():
+        tensor.view(torch.int32).random_(generator=generator)
+
+
+def few_large_tensors(folder: str, encoding: str, memory_bytes: int | None) -> Peaks:
+    state = {f"w{number}": torch.zeros(4096, 4096) for number in range(4)}
+    options: dict[str, Any] = {"num_threads": 8, "memory_bytes": memory_bytes}
+    with Repository.init(f"{folder}/repo", group=None, encoding=encoding) as repo:
+        import_everything(repo, folder)
+        randomize(state, 1)
+        peaks = {"commit": peak_of(lambda: repo.commit(state, branch="main", create=True, **options))}
+        randomize(state, 2)
+        peaks["changed"] = peak_of(lambda: repo.commit(state, **options))
+        peaks["unchanged"] = peak_of(lambda: repo.commit(state, **options))
+        peaks["checkout"] = peak_of(lambda: repo.checkout("main~2", into=state, **options))
+        peaks["load"] = peak_of(lambda: repo.load("main", **options))
+        peaks["export"] = peak_of(
+            lambda: repo.export("main", f"{folder}/x.safetensors", keys=["w0", "w1"], memory_bytes=memory_bytes)
+        )
+        peaks["push"] = peak_of(lambda: repo.push(f"{folder}/other", "main", **options))
+    return peaks
+
+
+def many_small_tensors(folder: str) -> Peaks:
+    """100,000, and the budget that a call has by itself."""
+    rows = torch.zeros(100_000, 320)
+    randomize({"rows": rows}, 1)
+    state = {f"layers.{number}.weight": row.clone() for number, row in enumerate(rows)}
+    del rows
+    with Repository.init(f"{folder}/repo", group=None) as repo:
+        import_everything(repo, folder)
+        peaks = {"commit": peak_of(lambda: repo.commit(state, branch="main", create=True))}
+        peaks["checkout"] = peak_of(lambda: repo.checkout("main", into=state))
+    return peaks
+
+
+def sharded(folder: str, memory_bytes: int) -> Peaks:
+    """Every rank has a part of each tensor, and nearly every cell straddles two; then other parts are restored."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,))
+    parts = {f"w{number}": torch.zeros(ROWS, 4096) for number in range(2)}
+    randomize(parts, 1)
+    state = {name: distribute_tensor(part, mesh, [Shard(number % 2)]) for number, (name, part) in enumerate(parts.items())}
+    other: dict[str, DTensor] = {}
+    for number, name in enumerate(parts):
+        zeros = torch.zeros(ROWS, 4096)
+        other[name] = distribute_tensor(zeros, mesh, [Shard((number + 1) % 2)])
+    options: dict[str, Any] = {"num_threads": 4, "memory_bytes": memory_bytes}
+    if rank == 0:
+        Repository.init(f"{folder}/repo", group=None).close()
+    dist.barrier()
+    with Repository.open(f"{folder}/repo") as repo:
+        repo.commit({"w": torch.zeros(1000)})
+        peaks = {"commit": peak_of(lambda: repo.commit(state, branch="main", create=True, orphan=True, **options))}
+        peaks["checkout"] = peak_of(lambda: repo.checkout("main", into=other, **options))
+    for name, part in parts.items():
+        assert torch.equal(other[name].full_tensor(), part)
+    return peaks

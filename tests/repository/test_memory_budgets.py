@@ -1,0 +1,46 @@
+"""What a call holds beyond the state stays below its budget of memory, measured in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cas_ckpt import MemoryBudgetError, Repository
+from cas_ckpt.memory import DEFAULT_BYTES
+from tests.ranks import results, run_processes
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
+
+CASES = "tests.repository.memory_cases:"
+MB = 1000**2
+
+
+def above(peaks: dict[str, int], budget_bytes: int) -> dict[str, int]:
+    """The verbs that took more, and how much."""
+    return {verb: peak for verb, peak in peaks.items() if peak > budget_bytes}
+
+
+@pytest.mark.parametrize("encoding", ["raw", "planes"])
+def test_verbs_on_few_large_tensors_keep_to_a_small_budget(tmp_path: Path, encoding: str) -> None:
+    budget = 72 * MB
+    outcomes = run_processes(1, f"{CASES}few_large_tensors", str(tmp_path), encoding, budget, timeout_s=120)
+    (peaks,) = results(outcomes)
+    print(peaks)
+    assert not above(peaks, budget)
+
+
+def test_verbs_on_a_hundred_thousand_small_tensors_keep_to_the_default(tmp_path: Path) -> None:
+    outcomes = run_processes(1, f"{CASES}many_small_tensors", str(tmp_path), timeout_s=120)
+    (peaks,) = results(outcomes)
+    print(peaks)
+    assert not above(peaks, DEFAULT_BYTES)
+
+
+def test_ranks_that_share_cells_keep_to_their_budgets(tmp_path: Path) -> None:
+    budget = 100 * MB
+    for peaks in results(run_processes(3, f"{CASES}sharded", str(tmp_path), budget, timeout_s=120)):
+        print(peaks)
+        assert not above(peaks, budget)
