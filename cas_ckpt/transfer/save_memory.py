@@ -57,8 +57,9 @@ def divide(
         num_entries, num_bytes: Of the state.
     """
     buffer_bytes, thread_bytes = _each(policy)
-    left = memory_bytes - _known_bytes(num_entries, num_bytes) - abilities.in_flight_bytes - FIXED_BYTES
-    wanted = 2 * abilities.writer_bytes + (LEAST_BUFFERS + 2) * buffer_bytes + 2 * thread_bytes
+    held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=0)
+    left = memory_bytes - held
+    wanted = NUM_WRITERS * abilities.writer_bytes + (LEAST_BUFFERS + 2) * buffer_bytes + 2 * thread_bytes
     num_writers = NUM_WRITERS if left >= wanted else 1
     left -= num_writers * abilities.writer_bytes + LEAST_BUFFERS * buffer_bytes
     threads = max(1, min(num_threads, left // (thread_bytes + buffer_bytes)))
@@ -69,12 +70,14 @@ def divide(
 def least_bytes(*, num_entries: int, num_bytes: int, policy: EncodingPolicy, abilities: Abilities) -> int:
     """What a save takes at least. Arguments as for `divide`."""
     buffer_bytes, thread_bytes = _each(policy)
-    fixed = FIXED_BYTES + abilities.in_flight_bytes + abilities.writer_bytes
-    return fixed + _known_bytes(num_entries, num_bytes) + LEAST_BUFFERS * buffer_bytes + thread_bytes
+    held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
+    return held + LEAST_BUFFERS * buffer_bytes + thread_bytes
 
 
-def _known_bytes(num_entries: int, num_bytes: int) -> int:
-    return num_entries * ENTRY_BYTES + num_bytes // BATCH_BYTES * CELL_BYTES
+def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_writers: int = NUM_WRITERS) -> int:
+    """What a save holds throughout, however many cells are under way. Arguments as for `divide`."""
+    known = num_entries * ENTRY_BYTES + num_bytes // BATCH_BYTES * CELL_BYTES
+    return FIXED_BYTES + known + abilities.in_flight_bytes + num_writers * abilities.writer_bytes
 
 
 def _each(policy: EncodingPolicy) -> tuple[int, int]:

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from cas_ckpt import MemoryBudgetError, Repository
 from cas_ckpt.memory import DEFAULT_BYTES
 from tests.ranks import results, run_processes
 

@@ -69,7 +69,7 @@ class Agreement:
         seed: Random bytes, the same on every rank.
         shares_index: This rank's index is the very one that rank 0 writes.
         num_neighbours: Ranks on this machine, this one included: they share its cores.
-        memory_bytes: Budget of memory of the rank that has least.
+        free_bytes: What the rank that has least free of its budget of memory has, beside what it holds throughout.
     """
 
     merged: MergedState
@@ -77,14 +77,17 @@ class Agreement:
     seed: bytes
     shares_index: bool
     num_neighbours: int
-    memory_bytes: int
+    free_bytes: int
 
 
 def agree(
-    handle: RepositoryHandle, state: Container, request: CommitRequest, fields: CommitFields, peers: Peers
-) -> Agreement:
+    handle: RepositoryHandle, state: Container, request: CommitRequest, fields: CommitFields, peers: Peers,
+    *, held_bytes: int,
+) -> Agreement:  # fmt: skip
     """Bring all ranks' states together.
 
+    Args:
+        held_bytes: What this rank holds of its budget of memory throughout.
     Raises:
         PeerError: ranks disagree on the repository, the request or the state; names what and who.
     """
@@ -101,7 +104,7 @@ def agree(
         "generation": [begun.number, begun.nonce],
         "host": socket.gethostname(),
         "index": handle.index.place,
-        "memory": [request.memory_bytes, available_bytes()],
+        "memory": [request.memory_bytes, available_bytes(), held_bytes],
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
     reports = compare_calls(peers, _call(request, fields), header)
@@ -120,12 +123,13 @@ def agree(
     own = reports[peers.rank]
     shares = (own["host"], own["index"]) == (reports[0]["host"], reports[0]["index"]) and not handle.index.in_memory
     on_host = Counter(each["host"] for each in reports)
-    memory_bytes = min(
-        memory_budget(each["memory"][0], num_ranks=on_host[each["host"]], left_bytes=each["memory"][1])
+    free_bytes = min(
+        memory_budget(given, num_ranks=on_host[each["host"]], left_bytes=left) - held
         for each in reports
+        for given, left, held in [each["memory"]]
     )
     generation = generations.pop() if len(generations) == 1 else None
-    return Agreement(merged, generation, reports[0]["seed"], shares, on_host[own["host"]], memory_bytes)
+    return Agreement(merged, generation, reports[0]["seed"], shares, on_host[own["host"]], free_bytes)
 
 
 def _call(request: CommitRequest, fields: CommitFields) -> Call:

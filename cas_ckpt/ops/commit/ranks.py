@@ -37,13 +37,12 @@ from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence, ReplicaCheck
-from cas_ckpt.ops.commit.save import RegionSums, Saved, StateSize, room_for, save_chunks
+from cas_ckpt.ops.commit.save import RegionSums, Saved, StateSize, held_bytes_of, room_for, save_chunks
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Peers, named
 from cas_ckpt.transfer.save import TensorWork
-from cas_ckpt.transfer.save_memory import ENTRY_BYTES
 from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -71,7 +70,7 @@ def save_on_ranks(
         PeerError: another rank failed or disagrees. GenerationMoved: all ranks begin anew.
         FrozenChangedError, StorageError, ...: on this rank.
     """
-    agreement = agree(handle, state, request, fields, peers)
+    agreement = agree(handle, state, request, fields, peers, held_bytes=held_bytes_of(handle, size))
     if agreement.generation is None:
         raise GenerationMoved
     draft = Draft(agreement.merged.state, allow_pickle=request.allow_pickle)
@@ -80,7 +79,7 @@ def save_on_ranks(
     room = room_for(handle, request, size, num_threads=num_threads, num_ranks=agreement.num_neighbours)
     sums = RegionSums(num_threads)
     held = _compared(_held(draft, works, agreement, peers.size), works, agreement, request, peers, sums)
-    plan = SavePlan(held, peers.size, memory_bytes=agreement.memory_bytes - size.num_entries * ENTRY_BYTES)
+    plan = SavePlan(held, peers.size, memory_bytes=agreement.free_bytes)
     own = PerRankValues(state, agreement.merged.ranks_paths, peers.rank, allow_pickle=request.allow_pickle)
     whole_cells = plan.whole_cells(peers.rank)
     mine = [tuple(box for shard in each.shards if peers.rank in shard.ranks for box in shard.pieces) for each in held]

@@ -36,7 +36,7 @@ from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.naming import named_in_place
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
-from cas_ckpt.transfer.save_memory import SaveMemory, divide, least_bytes
+from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes
 from cas_ckpt.transfer.workers import thread_count
 
 BYTES_PER_THREAD = 96 * 1024 * 1024
@@ -120,6 +120,11 @@ def room_for(
         num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
         abilities=handle.store.abilities,
     )  # fmt: skip
+
+
+def held_bytes_of(handle: RepositoryHandle, size: StateSize) -> int:
+    """What the save step holds in memory throughout, beside cells that are under way."""
+    return held_bytes(num_entries=size.num_entries, num_bytes=size.num_bytes, abilities=handle.store.abilities)
 
 
 def check_room(handle: RepositoryHandle, request: CommitRequest, size: StateSize) -> None:
