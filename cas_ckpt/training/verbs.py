@@ -28,7 +28,6 @@ from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -45,7 +44,7 @@ from cas_ckpt.objects.state import (
     with_tensors,
 )
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors, with_values
+from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors, restore_budget, with_values
 from cas_ckpt.ops.checkout.read import Region, part_of, read_array
 from cas_ckpt.ops.checkout.restores import CHECKOUT, LOAD, RestoreNote, logged
 from cas_ckpt.ops.commit.commit import commit_live
@@ -152,7 +151,7 @@ def checkout_state(
         "atomic": atomic,
     }  # fmt: skip
     hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
-    memory_bytes = memory_budget(memory_bytes, num_ranks=hosts.count(hosts[peers.rank]))
+    num_neighbours = hosts.count(hosts[peers.rank])
     named = None
     if peers.rank == 0:
         digest, branch = resolve_trusted(handle, revision, trust)
@@ -168,7 +167,7 @@ def checkout_state(
     ):
         plan, unexpected = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
-            memory_bytes=memory_bytes, peers=peers, progress=progress, atomic=atomic,
+            memory_bytes=memory_bytes, num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic,
         )  # fmt: skip
     if keys is None:
         handle.head = Head(branch, Digest(found).hex())
@@ -190,7 +189,8 @@ def _restore(
     keys: str | Sequence[str] | None,
     allow_pickle: bool,
     num_threads: int | None,
-    memory_bytes: int,
+    memory_bytes: int | None,
+    num_neighbours: int,
     peers: Peers,
     progress: Progress,
     atomic: bool,
@@ -229,9 +229,10 @@ def _restore(
         if keys is None:  # a part of a state does not say where the whole came from
             handle.head = UNKNOWN_HEAD
 
+    budget_bytes = restore_budget(memory_bytes, copies, num_ranks=num_neighbours)
     with naming_forgotten(handle, root):
         num_bytes = fetch_on_ranks(
-            handle, copies, peers=peers, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+            handle, copies, peers=peers, num_threads=num_threads, memory_bytes=budget_bytes, progress=progress,
             on_planned=note.planned, on_verified=on_verified, atomic=atomic,
         )  # fmt: skip
     plan.finish()
@@ -262,6 +263,7 @@ def load_state(
         dtype: What dense floating-point tensors of torch become; what they were if None.
     Raises:
         InvalidInputError: no such device or dtype. TooLargeError: more bytes than there is memory.
+        MemoryBudgetError: `memory_bytes`, beyond what is returned, is too little.
         NotFoundError: no such commit, or a pattern that matches nothing. CorruptionError.
     """
     place = None if device is None else _device(device)
@@ -276,8 +278,9 @@ def load_state(
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)
             note.num_bytes += fetch_tensors(
-                handle, copies, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, unseen=True
-            )
+                handle, copies, num_threads=num_threads, memory_bytes=restore_budget(memory_bytes, copies),
+                progress=progress, unseen=True,
+            )  # fmt: skip
 
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         with naming_forgotten(handle, root):

@@ -36,6 +36,7 @@ from cas_ckpt.transfer.arrivals import bytes_to_read, fill_as_they_arrive, stage
 from cas_ckpt.transfer.chunk_reader import Relocate
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part
 from cas_ckpt.transfer.hashing import Array
+from cas_ckpt.transfer.restore_memory import threads_within
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
@@ -83,6 +84,7 @@ def fetch_chunks(
             which something may have been written are marked as `touched`.
     """
     memory_bytes = memory_budget(memory_bytes)
+    num_threads = threads_within(memory_bytes, chunks, num_threads)
     if one_pass:
         on_verified()
         with phase(progress, "restoring", sum(chunk.num_bytes for chunk in chunks)):

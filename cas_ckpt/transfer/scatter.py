@@ -17,6 +17,7 @@ Whether a box is pointed at or sent follows from what every rank knows, so both 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ from cas_ckpt.transfer.fetch import Restored, nothing, sourced, verify_chunks
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.restore_memory import round_bytes, threads_within
 from cas_ckpt.transfer.rounds import (
     Incoming,
     Stage,
@@ -58,6 +60,12 @@ WORTH_READING = 4
 
 _PROBE_BYTES = 4096
 
+BUDGET_BYTES = 64 * 1024 * 1024
+"""A rank sends, and gets, no more than this in one round."""
+
+_ROUND = struct.Struct("<QQ")
+"""How many ranks send to one, and what it has room for in one round."""
+
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
@@ -66,10 +74,12 @@ class Neighbourhood:
     Attributes:
         quotas: By rank, see rounds.py.
         tokens: By rank, whose page cache it reads through; `NO_TOKEN` if it has none that holds its chunks.
+        budget_bytes: What a rank sends, and gets, in one round: as much as the rank that has least room for it.
     """
 
     quotas: tuple[int, ...]
     tokens: tuple[bytes, ...]
+    budget_bytes: int = BUDGET_BYTES
 
     @property
     def is_empty(self) -> bool:
@@ -85,18 +95,24 @@ class Neighbourhood:
         return box.num_elements * WORTH_READING >= cell.num_elements
 
 
-def meet_neighbours(peers: Peers, store: Store, chunks: Sequence[StoredChunk], *, quota: int) -> Neighbourhood:
-    """Send the own quota and token to all ranks, and get theirs; collective.
+def meet_neighbours(
+    peers: Peers, store: Store, chunks: Sequence[StoredChunk], *, num_senders: int, budget_bytes: int
+) -> Neighbourhood:
+    """Send what the own quota follows from, and the own token, to all ranks, and get theirs; collective.
 
     Args:
         chunks: Those that this rank verified; unless they are still in memory, nobody is pointed at them.
+        num_senders: Ranks that send to this one.
+        budget_bytes: What there is room for here, in one round.
     """
     token = cache_token(store)
     if token != NO_TOKEN and not _in_memory(store, chunks):
         token = NO_TOKEN
-    sent = peers.gather_all(quota.to_bytes(8, "little") + token)
-    quotas = tuple(int.from_bytes(each[:8], "little") for each in sent)
-    return Neighbourhood(quotas, tuple(each[8 : 8 + TOKEN_BYTES] for each in sent))
+    sent = peers.gather_all(_ROUND.pack(num_senders, budget_bytes) + token)
+    numbers = [_ROUND.unpack_from(each) for each in sent]
+    least = min(budget for _, budget in numbers)
+    quotas = tuple(quota_bytes(senders, least) for senders, _ in numbers)
+    return Neighbourhood(quotas, tuple(each[_ROUND.size : _ROUND.size + TOKEN_BYTES] for each in sent), least)
 
 
 def _in_memory(store: Store, chunks: Sequence[StoredChunk]) -> bool:
@@ -142,9 +158,6 @@ def unpack_pointers(data: bytes, *, keys: Sequence[str], reader: int) -> list[St
     return chunks
 
 
-BUDGET_BYTES = 64 * 1024 * 1024
-"""A rank sends, and gets, no more than this in one round."""
-
 PARTLY_WRITTEN = "the targets may be partly written: check out again"
 
 
@@ -189,16 +202,18 @@ def verify_and_scatter(
         The caller calls `peers.fail` for what it gets from here.
     """
     memory_bytes = memory_budget(memory_bytes)
+    num_threads = threads_within(memory_bytes // 2, chunks, num_threads)
+    budget_bytes = round_bytes(memory_bytes, len(chunks), most=budget_bytes)
     with sourced(store, chunks, relocate) as (source, relocate):
         verify_chunks(
             source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
         )
-        quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
-        around = meet_neighbours(peers, store, chunks, quota=quota)
+        senders = {each.reader for each in incoming}
+        around = meet_neighbours(peers, store, chunks, num_senders=len(senders), budget_bytes=budget_bytes)
         on_verified()  # every rank has come here: every byte that anybody will get is verified
         mover = _Mover(source, peers, around, progress, num_threads, memory_bytes, relocate)
         try:
-            mover.move(reads, incoming, budget_bytes)
+            mover.move(reads, incoming)
             fill_rest()
             peers.gather_all(b"")  # all targets of all ranks are filled
         except PeerError as error:
@@ -243,7 +258,7 @@ class _Mover:
         # Kept from round to round: their scratch memory costs page faults when it is new.
         self._fillers = [_Filler(source, progress, relocate) for _ in range(num_threads)]
 
-    def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], budget_bytes: int) -> None:
+    def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> None:
         """Fill this rank's targets, and bring to others what they want."""
         rank, points = self._peers.rank, self._around.points
         own: list[list[Box]] = []
@@ -269,7 +284,7 @@ class _Mover:
             alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
             jobs = [] if self._around.is_empty else self._follow_pointers(pointed, found)
             self._fill(sorted(alone, key=_by_place) + jobs)
-            self._exchange_rounds(reads, own, sends, received, budget_bytes)
+            self._exchange_rounds(reads, own, sends, received)
 
     def _follow_pointers(self, pointed: Sequence[Sequence[StoredChunk]], found: Sequence[Incoming]) -> list[_Job]:
         """Send each rank pointers to its parts; what is to be done about `found`, which others point at."""
@@ -288,10 +303,9 @@ class _Mover:
         own: Sequence[list[Box]],
         sends: Sequence[Sequence[Delivery]],
         incoming: Sequence[Incoming],
-        budget_bytes: int,
     ) -> None:
         sent = [(at, reads[at].tensor.item_bytes, each) for at, each in enumerate(sends) if each]
-        rounds = cut_rounds(sent, quotas=self._around.quotas, budget_bytes=budget_bytes)
+        rounds = cut_rounds(sent, quotas=self._around.quotas, budget_bytes=self._around.budget_bytes)
         numbers = self._peers.gather_all(len(rounds).to_bytes(8, "little"))
         rank = self._peers.rank
         streams = Streams(incoming, self._around.quotas[rank])

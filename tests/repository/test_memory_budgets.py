@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from cas_ckpt import MemoryBudgetError, Repository
 from cas_ckpt.memory import DEFAULT_BYTES
 from tests.ranks import results, run_processes
 
@@ -26,19 +28,36 @@ def test_verbs_on_few_large_tensors_keep_to_a_small_budget(tmp_path: Path, encod
     budget = 72 * MB
     outcomes = run_processes(1, f"{CASES}few_large_tensors", str(tmp_path), encoding, budget, timeout_s=120)
     (peaks,) = results(outcomes)
-    print(peaks)
     assert not above(peaks, budget)
 
 
 def test_verbs_on_a_hundred_thousand_small_tensors_keep_to_the_default(tmp_path: Path) -> None:
     outcomes = run_processes(1, f"{CASES}many_small_tensors", str(tmp_path), timeout_s=120)
     (peaks,) = results(outcomes)
-    print(peaks)
     assert not above(peaks, DEFAULT_BYTES)
 
 
 def test_ranks_that_share_cells_keep_to_their_budgets(tmp_path: Path) -> None:
     budget = 100 * MB
     for peaks in results(run_processes(3, f"{CASES}sharded", str(tmp_path), budget, timeout_s=120)):
-        print(peaks)
         assert not above(peaks, budget)
+
+
+def test_what_is_too_little_is_refused_before_anything_is_done_and_says_how_much_is_needed(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        state = {"w": torch.arange(3 << 20, dtype=torch.int32)}
+        with pytest.raises(MemoryBudgetError, match=r"memory_bytes is 1000: a commit .* needs \d+ at least") as caught:
+            repo.commit(state, memory_bytes=1000)
+        assert not repo.log()
+        repo.commit(state, memory_bytes=caught.value.least_bytes)
+        target = {"w": torch.zeros_like(state["w"])}
+        for restore in (
+            lambda memory_bytes: repo.checkout("main", into=target, memory_bytes=memory_bytes),
+            lambda memory_bytes: target.update(repo.load("main", memory_bytes=memory_bytes)),
+        ):
+            with pytest.raises(MemoryBudgetError, match=r"a restore of 1 tensors needs") as caught:
+                restore(1000)
+            assert not target["w"].any()
+            restore(caught.value.least_bytes)
+            assert torch.equal(target["w"], state["w"])
+            target["w"].zero_()

@@ -39,7 +39,7 @@ from cas_ckpt.core.tree import decode_values, python_gc_paused, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.memory import memory_budget
+from cas_ckpt.memory import check_memory, memory_budget
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
@@ -49,6 +49,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import fetch_chunks, nothing
 from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_part, new_array
 from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
+from cas_ckpt.transfer.restore_memory import LONGEST_BYTES, least_bytes
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import one_ahead, thread_count
@@ -118,6 +119,21 @@ def _naming_overwritten(chunks: Sequence[StoredChunk]) -> Iterator[None]:
             error.args = (f"{error}; {text}", *error.args[1:])
             error.overwritten = tuple(keys)
         raise
+
+
+def restore_budget(given: int | None, copies: Sequence[TensorCopy], *, num_ranks: int = 1) -> int:
+    """Most memory that may be taken to fill these targets, beyond them.
+
+    Args:
+        given: What the caller wants; None: see memory.py.
+        num_ranks: Ranks on this machine that do the same.
+    Raises:
+        MemoryBudgetError: it is too little for so many tensors.
+    """
+    stored = [copy.stored.spec.num_bytes for copy in copies if copy.stored.node is not None]
+    least = least_bytes(len(copies), len(stored) + sum(stored) // LONGEST_BYTES)
+    check_memory(given, least, f"a restore of {len(copies)} tensors")
+    return memory_budget(given, num_ranks=num_ranks)
 
 
 def _planned_chunks(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[StoredChunk]:

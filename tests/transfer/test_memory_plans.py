@@ -1,0 +1,56 @@
+"""How a budget of memory is divided: what comes out takes no more than it, and never too little to go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cas_ckpt.memory import DEFAULT_BYTES, LEAST_DEFAULT_BYTES
+from cas_ckpt.objects.codec import EncodingPolicy
+from cas_ckpt.objects.digest import LEAF_BYTES
+from cas_ckpt.storage.store import Abilities
+from cas_ckpt.transfer import restore_memory, save_memory
+from cas_ckpt.transfer.filling import StoredChunk
+from cas_ckpt.transfer.save_memory import LEAST_BUFFERS, SaveMemory, divide, held_bytes, least_bytes
+
+LOCAL = Abilities(durable=True, local=True, writer_bytes=8 << 20)
+FAR = Abilities(durable=True, local=False, parallel=16, writer_bytes=8 << 20, in_flight_bytes=128 << 20)
+
+
+def taken(room: SaveMemory, state: dict[str, Any]) -> int:
+    """What a save takes that has so much room."""
+    policy = state["policy"]
+    buffer_bytes, thread_bytes = save_memory._each(policy)
+    sizes = {name: value for name, value in state.items() if name != "policy"}
+    held = held_bytes(**sizes, num_writers=room.num_writers)
+    return held + room.num_buffers * buffer_bytes + room.num_threads * thread_bytes
+
+
+@given(
+    memory_bytes=st.integers(1, 1 << 33), num_threads=st.integers(1, 64), num_entries=st.integers(0, 1 << 20),
+    num_bytes=st.integers(0, 1 << 42), policy=st.sampled_from(EncodingPolicy), abilities=st.sampled_from([LOCAL, FAR]),
+)  # fmt: skip
+def test_a_save_takes_no_more_than_its_budget_or_the_least(memory_bytes: int, num_threads: int, **state: Any) -> None:
+    room = divide(memory_bytes, num_threads=num_threads, **state)
+    assert 1 <= room.num_threads <= num_threads
+    assert LEAST_BUFFERS <= room.num_buffers <= num_threads + save_memory.SPARE_BUFFERS
+    assert taken(room, state) <= max(memory_bytes, least_bytes(**state))
+
+
+def test_by_default_few_threads_have_all_buffers_and_writers() -> None:
+    state: dict[str, Any] = {"num_entries": 300, "num_bytes": 1 << 34, "policy": EncodingPolicy.AUTO}
+    room = divide(DEFAULT_BYTES, num_threads=4, abilities=LOCAL, **state)
+    assert room == SaveMemory(4, 4 + save_memory.SPARE_BUFFERS, save_memory.NUM_WRITERS)
+    assert least_bytes(abilities=LOCAL, **state) < LEAST_DEFAULT_BYTES
+
+
+def test_a_restore_has_the_threads_and_rounds_that_fit() -> None:
+    chunks = [StoredChunk("w", None, 4 << 20) for _ in range(10)]  # type: ignore[arg-type]
+    assert restore_memory.threads_within(DEFAULT_BYTES, chunks, 16) == 16
+    assert restore_memory.threads_within(40 << 20, chunks, 16) == 2
+    assert restore_memory.threads_within(1, chunks, 16) == 1
+    assert restore_memory.round_bytes(1 << 40, 10, most=64 << 20) == 64 << 20
+    assert 8 * restore_memory.round_bytes(100 << 20, 10, most=64 << 20) < 80 << 20
+    assert restore_memory.round_bytes(1, 10, most=64 << 20) == LEAF_BYTES
