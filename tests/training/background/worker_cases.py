@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +43,3 @@ def commits_of_ranks(folder: str) -> list[str]:
             divided.to_local().sub_(1)
     repo.close()
     return roots
-
-
-def threads_named(start: str) -> list[Any]:
-    return [each for each in threading.enumerate() if each.name.startswith(start)]
