@@ -83,6 +83,13 @@ class PackError(Protocol):
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
+def _program(entry: str, descriptor: int) -> str:
+    """What the child runs: no `__main__` of anybody, and what it imports comes from where it comes from here."""
+    module, _, function = entry.partition(":")
+    path = [os.fspath(each) for each in sys.path]
+    return _START.format(path=path, module=module, function=function, descriptor=descriptor, parent=os.getpid())
+
+
 def _release(connection: Connection, said: IO[bytes]) -> None:
     """Close what a child is known by: it ends then."""
     connection.close()
@@ -108,7 +115,7 @@ class _Keeper:
     def __init__(self, entry: str, theirs: socket.socket, said: int) -> None:
         self.ended = threading.Event()
         self._begun = threading.Event()
-        self._refusal: OSError | ValueError | None = None
+        self._refusal: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         threading.Thread(target=self._keep, args=(entry, theirs, said), name="cas-ckpt-keeper", daemon=True).start()
 
@@ -125,17 +132,13 @@ class _Keeper:
 
     def _keep(self, entry: str, theirs: socket.socket, said: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_CHILDREN)  # inherited until the child ignores them
-        module, _, function = entry.partition(":")
-        program = _START.format(
-            path=sys.path, module=module, function=function, descriptor=theirs.fileno(), parent=os.getpid()
-        )
         try:
             with theirs:
                 process = subprocess.Popen(  # noqa: S603  # our own interpreter and words, no shell
-                    [sys.executable, "-P", "-c", program], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                    pass_fds=[theirs.fileno()], process_group=0,
+                    [sys.executable, "-P", "-c", _program(entry, theirs.fileno())], stdin=subprocess.DEVNULL,
+                    stdout=said, stderr=said, pass_fds=[theirs.fileno()], process_group=0,
                 )  # fmt: skip
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - raised by `process`
             self._refusal = error
             self._begun.set()
             return

@@ -20,6 +20,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -28,6 +29,9 @@ from cas_ckpt.transfer.child_process import NOT_FOR_CHILDREN
 from cas_ckpt.transfer.messages import LOOK_S, Connection, Ended
 
 _PR_SET_PDEATHSIG = 1
+
+OOM_SCORE = "500"
+"""Added to the share of memory, in thousandths, by which the kernel chooses whom to end; 0 is usual."""
 
 Work: TypeAlias = "Callable[[Served, Any], Any]"
 """Does a piece of work; what it returns is a plain value."""
@@ -129,6 +133,7 @@ def serve(
         pack_error, unpack_error: From errors to plain values, and back.
     """
     _end_with(parent)
+    _be_ended_first()
     for number in NOT_FOR_CHILDREN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_CHILDREN)
@@ -159,6 +164,14 @@ def _work(served: Served, given: Any, work: Work, pack_error: Callable[[BaseExce
     except BaseException as error:  # noqa: BLE001 - carried to the parent, nothing is dropped
         reply = ["failed", pack_error(error)]
     served._send(reply)
+
+
+def _be_ended_first() -> None:
+    """Where memory runs out, let the kernel take this process rather than its parent."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    except OSError:
+        pass  # not Linux, or its parent is to be taken still earlier
 
 
 def _end_with(parent: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.errors import ConflictError, InvalidInputError, StorageError
 from cas_ckpt.transfer import child_process
 from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, WorkFailed
 from cas_ckpt.transfer.sent_errors import pack_error, packed_traceback, unpack_error
@@ -139,6 +139,8 @@ def test_signals_that_are_meant_for_the_trainer_do_not_end_the_work(child: Child
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(child.pid, number)
 
+    run(child, "ask", 1)
+    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "500\n", "the kernel takes it before the trainer"
     assert os.getpgid(child.pid) != os.getpgid(0), "Ctrl-C is for the group of the trainer"
     assert os.getsid(child.pid) == os.getsid(0), "its niceness counts beside the trainer's only in one session"
     assert run(child, "count", 0.2, note=signal_it) > 1
@@ -153,6 +155,13 @@ def test_what_a_note_raises_cancels_the_work_and_is_raised(child: ChildProcess) 
         run(child, "count", 100, note=refuse)
     assert time.monotonic() - begun_s < 50
     assert run(child, "ask", 1, answer=lambda *_: 2) == 2
+
+
+def test_where_no_process_can_be_started_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for executable in ("/nowhere/python", None):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(StorageError, match="no worker process can be started"):
+            ChildProcess(ENTRY)
 
 
 def test_an_interrupt_of_whoever_waits_ends_the_child(child: ChildProcess) -> None:

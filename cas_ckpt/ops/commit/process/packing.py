@@ -19,7 +19,7 @@ from typing import Any
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.revisions import revision_text
-from cas_ckpt.errors import InternalError
+from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Spec, pack_placement, unpack_placement
 from cas_ckpt.objects.state import ArraySource, Container, EncodedValue, Flavor, Item, TensorItem, ValueItem, render_key
@@ -113,7 +113,7 @@ def unpack_tree(rows: list[Any], make_source: Callable[[Spec, Any], ArraySource]
         made: Item
         if code == "c":
             kind, data, is_encoded = rest
-            attrs = None if data is None else EncodedValue(data) if is_encoded else decode_value(data)
+            attrs = None if data is None else EncodedValue(data) if is_encoded else _decoded_attrs(data)
             made = containers[at] = Container(kind, {}, attrs)
         elif code == "t":
             dtype, shape, flavor, identity, placement, source = rest
@@ -127,6 +127,13 @@ def unpack_tree(rows: list[Any], make_source: Callable[[Spec, Any], ArraySource]
         if parent >= 0:
             containers[parent].children[name] = made
     return containers[0]
+
+
+def _decoded_attrs(data: bytes) -> Any:
+    try:
+        return decode_value(data)
+    except UnsupportedValueError:  # pickled: they are stored as they are
+        return EncodedValue(data)
 
 
 def _identity(packed: Any) -> tuple[Any, ...] | None:
