@@ -72,7 +72,7 @@ class Hasher:
         self._lock = threading.Lock()
         self._stream: Any = None
 
-    def hash(self, requests: Sequence[CellRequest]) -> Iterator[Hashed]:
+    def hash(self, requests: Sequence[CellRequest]) -> list[Hashed]:
         """The digests of all cells, in any order.
 
         Raises:
@@ -82,12 +82,14 @@ class Hasher:
         for group in groups_of(requests):
             for part in _within(group, SCRATCH_BYTES if group.addresses is None else LAUNCH_BYTES):
                 ready.setdefault(part.shape, []).append(part)
+        found = []
         with self._lock, self._on_own_stream():
             for shape, groups in ready.items():
                 for batch in _batches(groups):
                     places = [place for each in batch for place in each.places]
                     gathered = any(each.addresses is None for each in batch)
-                    yield Hashed(shape, places, self._digests(shape, batch), gathered)
+                    found.append(Hashed(shape, places, self._digests(shape, batch), gathered))
+        return found
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
@@ -105,12 +107,14 @@ class Hasher:
         counts = np.concatenate([np.full(len(each.places), each.num_leaves, np.int64) for each in groups])
         first = np.cumsum(counts) - counts
         num_leaves = int(counts.sum())
-        values = torch.empty((num_leaves * shape.chunks_per_leaf, 8), dtype=torch.uint32, device=self._device)
+        # As int32: torch cannot fill new memory of other dtypes, as it does if it is told to be deterministic.
+        words = torch.empty((num_leaves * shape.chunks_per_leaf, 8), dtype=torch.int32, device=self._device)
+        values = words.view(torch.uint32)
         addresses = np.concatenate([found for found, _ in scratch])
         table = self._table(groups, addresses - values.data_ptr(), first)
         cell_of = self._there(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
         self._launch(shape, values, self._there(table), cell_of, num_leaves, max(each.num_bytes for each in groups))
-        last = values.view(torch.int32).view(num_leaves, shape.chunks_per_leaf, 8)[:, 0]
+        last = words.view(num_leaves, shape.chunks_per_leaf, 8)[:, 0]
         found = self._here(last).tobytes()
         ends = [*(first * DIGEST_BYTES).tolist(), num_leaves * DIGEST_BYTES]
         return [found[start:stop] for start, stop in pairwise(ends)]

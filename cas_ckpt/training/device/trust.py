@@ -51,6 +51,7 @@ class DeviceHasher:
         self._lock = threading.Lock()
         self._hasher: Hasher | None = None
         self._refused = False
+        self._said_no_memory = False
         self._trusted: set[tuple[bool, bool, bool]] = set()
         # Its own generator: committing must not move anybody's random state.
         self._random = random.Random()
@@ -62,7 +63,9 @@ class DeviceHasher:
         try:
             return self._digests(wanted)
         except torch.OutOfMemoryError as error:
-            _LOGGER.warning("%s: no memory to hash on the device, hashing on the host: %s", self._device, _line(error))
+            if not self._said_no_memory:
+                self._said_no_memory = True
+                _LOGGER.warning("%s: no memory to hash on the device, so the host does: %s", self._device, _line(error))
             return None
         except InternalError:
             raise

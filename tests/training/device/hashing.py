@@ -63,7 +63,7 @@ def _cell(asked: CellRequest, number: int) -> torch.Tensor:
 
 
 def digests_of(cell: torch.Tensor, leaf_bytes: int) -> bytes:
-    data = cell.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = cell.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
     if not data:
         return b"".join(leaf_digests(memoryview(b""), leaf_bytes)) or _empty()
     return b"".join(leaf_digests(memoryview(data), leaf_bytes))

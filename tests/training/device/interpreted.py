@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,24 @@ def interpreted_kernels() -> ModuleType:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     return module
+
+
+def lowered(name: str, arguments: dict[str, str], constants: dict[str, Any]) -> str:
+    """A kernel as Triton's compiler sees it for a Hopper GPU, before any code is made: what it refuses, raises here."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    from cas_ckpt.training.device import kernels
+
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    kernel = getattr(kernels, name)
+    signature = {each: arguments.get(each, "constexpr") for each in kernel.arg_names}
+    options = backend.parse_options({"num_warps": 4})
+    source = ASTSource(kernel, signature, constants)
+    module = source.make_ir(target, options, backend.get_codegen_implementation(options),
+                            backend.get_module_map(), context)  # fmt: skip
+    return str(module)

@@ -42,5 +42,5 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Box]]:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same, NaNs and all."""
-    first, second = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b))
+    first, second = (each.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b))
     return a.shape == b.shape and torch.equal(first, second)

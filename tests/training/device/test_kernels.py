@@ -7,11 +7,14 @@ import random
 import pytest
 import torch
 
+from cas_ckpt import Repository
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Grid
+from cas_ckpt.training.device import trust
 from cas_ckpt.training.device.hasher import Hasher
 from tests.training.device.hashing import CPU, answers, expected, one_cell, random_tensor, request
-from tests.training.device.interpreted import interpreted_kernels
+from tests.training.device.interpreted import interpreted_kernels, lowered
+from tests.training.device.paths import counted_reads, hashed_on_device, same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +46,28 @@ def test_cells_that_are_rows_of_a_matrix_are_hashed_where_they_are() -> None:
     ragged = request(matrix[:, :2000], Grid((32, 2000), (7, 400), 4 * 1600))
     requests = [whole, ragged]
     assert answers(hasher(), requests) == expected(requests)
+
+
+def test_a_state_that_the_kernels_hashed_is_committed_unread_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"weight": random_tensor(torch.float32, 64, 512), "bias": random_tensor(torch.float16, 777)}
+    monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+    with Repository.init("memory://interpreted") as repo:
+        on_host = repo.commit(state).root
+        with hashed_on_device(interpreted_kernels()):
+            assert repo.commit(state).root == on_host
+            with counted_reads(monkeypatch) as reads:
+                assert repo.commit(state).root == on_host
+            assert reads == []
+            target = {"weight": torch.zeros(64, 512), "bias": torch.zeros(777, dtype=torch.float16)}
+            repo.checkout("main", into=target)
+        assert all(same_bits(target[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_compiler_takes_what_the_interpreter_ran(whole: bool) -> None:
+    words = dict.fromkeys(("base", "values"), "*u32") | dict.fromkeys(("num_leaves", "chunks_per_leaf"), "i32")
+    tables = {"table": "*i64", "cell_of": "*i32", "counts": "*i32", "num_blocks": "i32"}
+    text = lowered("chunk_values", words | tables, {"lanes": 128, "whole": whole, "rows": True})
+    assert "tt.split" in text
+    parents = {"values": "*u32", "counts": "*i32", "num_leaves": "i32", "chunks_per_leaf": "i32", "step": "i32"}
+    assert "tt.store" in lowered("parent_values", parents, {"lanes": 128})
