@@ -285,7 +285,8 @@ def page(num_bytes: int, *, host_only: bool) -> str:
     )
     found = [
         "# Tensors on a GPU", "",
-        f"Written by `python -m benchmarks.gpu{' --host' * host_only} --write`; what is measured, and how, is in benchmarks/gpu.py.",
+        f"Written by `python -m benchmarks.gpu{' --host' * host_only} --write`; what is measured, and how, is in",
+        "benchmarks/gpu.py.",
         f"{kind}, {versions}, {torch.get_num_threads()} threads of torch. Medians of {ROUNDS} rounds.", "",
     ]  # fmt: skip
     for title, measure in sections.items():
