@@ -79,7 +79,7 @@ class Descriptor:
         close(self.fd)
 
 
-def open_for_reading(path: str | os.PathLike[str], key: str) -> Descriptor:
+def open_for_reading(path: str | os.PathLike[str], key: str, *, flags: int = 0) -> Descriptor:
     """The file at `path`, open; symbolic links, folders and devices are no values.
 
     Raises:
@@ -87,7 +87,7 @@ def open_for_reading(path: str | os.PathLike[str], key: str) -> Descriptor:
         OSError: as the system says; the caller translates it.
     """
     # O_NONBLOCK: a FIFO planted under a key must not hang us; plain files ignore it.
-    descriptor = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+    descriptor = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags))
     if not stat.S_ISREG(os.fstat(descriptor.fd).st_mode):
         raise missing(key)
     return descriptor

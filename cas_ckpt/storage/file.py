@@ -260,6 +260,7 @@ MOST_TARGETS = 1024
 """Places that one call of the system fills (IOV_MAX of Linux)."""
 
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -267,11 +268,15 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 class FileStore:
     """A `Store` in the folder `root`, which the first write creates."""
 
+    block_bytes = BLOCK_BYTES
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self._root = str(self.root)
         self._temporaries = TemporaryFolder(self.root)
         self._descriptors = DescriptorCache(self._open)
+        self._direct = DescriptorCache(self._open_direct)
+        self._reads_direct = _O_DIRECT != 0
         self._choice = DirectChoice()
 
     @property
@@ -352,6 +357,29 @@ class FileStore:
             else:
                 offset += length
 
+    def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
+        """See `ReadsPastCache`: O_DIRECT, where the filesystem has it."""
+        view = writable_view(target)
+        check_key(key)
+        check_range(key, offset, view.nbytes)
+        if not self._reads_direct:
+            return None
+        with reading(key):
+            try:
+                descriptor, _ = self._direct.get(key)
+                done = 0
+                while done < view.nbytes:
+                    got = os.preadv(descriptor.fd, [view[done:]], offset + done)
+                    done += got
+                    if not got or got % self.block_bytes:  # the end of the file
+                        break
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT:
+                    raise
+                self._reads_direct = False
+                return None
+        return done
+
     def prefetch(self, key: str, offset: int, length: int) -> None:
         """See `Store.prefetch`; asks the kernel to read ahead."""
         check_key(key)
@@ -417,7 +445,7 @@ class FileStore:
         folders: dict[str, list[str]] = {}
         for key in keys:
             folders.setdefault(check_key(key).rpartition("/")[0], []).append(key)
-            self._descriptors.drop(key)
+            self._drop(key)
         for name, those in folders.items():
             folder = self.root / name
             if folder.is_dir():
@@ -439,6 +467,7 @@ class FileStore:
     def close(self) -> None:
         """See `Store.close`; views that were handed out stay valid."""
         self._descriptors.clear()
+        self._direct.clear()
         self._choice.buffers.clear()
 
     def in_turn(self, name: str) -> AbstractContextManager[None]:
@@ -457,6 +486,13 @@ class FileStore:
     def _open(self, key: str) -> Descriptor:
         return open_for_reading(self._place(key), key)
 
+    def _drop(self, key: str) -> None:
+        self._descriptors.drop(key)
+        self._direct.drop(key)
+
+    def _open_direct(self, key: str) -> Descriptor:
+        return open_for_reading(self._place(key), key, flags=_O_DIRECT)
+
     def _located(self, key: str, offset: int, length: int) -> tuple[Descriptor, int]:
         check_key(key)
         check_range(key, offset, length)
@@ -474,7 +510,7 @@ class FileStore:
                 yield temporary
             finally:
                 temporary.discard()
-                self._descriptors.drop(key)
+                self._drop(key)
 
     def _walk(self, folder: str, stem: str) -> Iterator[tuple[str, int]]:
         """The keys below `folder` (empty, or with its "/" at the end) whose next part starts with `stem`."""

@@ -305,6 +305,27 @@ class ReadsIntoMany(Protocol):
 
 
 @runtime_checkable
+class ReadsPastCache(Protocol):
+    """A store that reads from its medium without leaving what it read in the memory of the operating system.
+
+    Attributes:
+        block_bytes: Offsets, lengths and addresses are multiples of it.
+    """
+
+    block_bytes: int
+
+    def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
+        """Bring what there is from `offset` on into `target`: how many bytes, fewer at the end of the value only.
+
+        None, `target` being undefined, where the medium cannot do this.
+
+        Raises:
+            NotFoundError: no such key.
+        """
+        ...
+
+
+@runtime_checkable
 class DeletesMany(Protocol):
     """A store that deletes many keys at less than the cost of each."""
 

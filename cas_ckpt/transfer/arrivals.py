@@ -35,7 +35,7 @@ LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """A chunk that is wanted; `place`: one of the several extents that hold it, which may arrive in any order."""
 
     chunk: StoredChunk
@@ -51,8 +51,8 @@ def fill_as_they_arrive(
     Args:
         chunks: Each once.
     """
-    arrivals = _Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
-    _read_units(store, chunks, lambda: _SpanFiller(arrivals), memory_bytes)
+    arrivals = Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
+    _read_units(store, chunks, lambda: SpanFiller(arrivals), memory_bytes)
 
 
 def stage_as_they_arrive(
@@ -60,12 +60,12 @@ def stage_as_they_arrive(
     relocate: Relocate | None,
 ) -> None:  # fmt: skip
     """Read and verify all chunks, and stage them as far as there is room; each then has the `extents` that hold it."""
-    arrivals = _Arrivals(source, num_threads, progress, relocate)
+    arrivals = Arrivals(source, num_threads, progress, relocate)
     _read_units(source.store, chunks, lambda: _SpanVerifier(arrivals), memory_bytes)
 
 
 def _read_units(
-    store: Store, chunks: Sequence[StoredChunk], make_reader: Callable[[], _SpanReader], memory_bytes: int
+    store: Store, chunks: Sequence[StoredChunk], make_reader: Callable[[], SpanReader], memory_bytes: int
 ) -> None:
     read_bytes = memory_bytes // 2  # each reader has a span, and what of it is decoded or put in its place
     limits = limits_of(store, bytes_to_read(chunks), memory_bytes=read_bytes)
@@ -79,21 +79,21 @@ def bytes_to_read(chunks: Sequence[StoredChunk]) -> int:
     return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
 
 
-def wanted_of(chunks: Sequence[StoredChunk]) -> Iterator[Wanted[_Piece]]:
+def wanted_of(chunks: Sequence[StoredChunk]) -> Iterator[Wanted[Piece]]:
     """Where what is wanted of each chunk is, as far as the index is right; a chunk of several extents in pieces."""
     for chunk in chunks:
         yield from _pieces(chunk)
 
 
-def _pieces(chunk: StoredChunk) -> Iterator[Wanted[_Piece]]:
+def _pieces(chunk: StoredChunk) -> Iterator[Wanted[Piece]]:
     places = _plausible(cover(chunk.places, chunk.num_bytes))
     if chunk.by_leaves:
-        yield Wanted(_Piece(chunk), [span for place in places for span in _leaf_spans(chunk, place)])
+        yield Wanted(Piece(chunk), [span for place in places for span in _leaf_spans(chunk, place)])
     elif len(places) > 1:
         for place in places:
-            yield Wanted(_Piece(chunk, place), [_span(place)])
+            yield Wanted(Piece(chunk, place), [_span(place)])
     else:
-        yield Wanted(_Piece(chunk), [_span(place) for place in places])
+        yield Wanted(Piece(chunk), [_span(place) for place in places])
 
 
 def chunk_spans(places: Sequence[Location], num_bytes: int) -> list[Span]:
@@ -126,7 +126,7 @@ def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:
     return found
 
 
-class _Arrivals:
+class Arrivals:
     """What the threads share that read one list of units."""
 
     def __init__(self, source: StagedStore, num_threads: int, progress: Progress, relocate: Relocate | None) -> None:
@@ -139,7 +139,7 @@ class _Arrivals:
         self._extents: dict[bytes, list[tuple[VerifiedExtent, bool]] | None] = {}
 
     @contextmanager
-    def opening(self, unit: Unit[_Piece]) -> Iterator[None]:
+    def opening(self, unit: Unit[Piece]) -> Iterator[None]:
         """The first request to a pack runs alone, those to other packs beside it.
 
         A gateway or a cache before object storage fetches or hashes an object when it is first asked for, and does it
@@ -158,6 +158,10 @@ class _Arrivals:
             yield
         finally:
             mine.set()
+
+    def new_memory(self) -> SpanMemory:
+        """Where one reader has the spans of its units."""
+        return SpanMemory(self.source)
 
     def add_extent(self, chunk: StoredChunk, extent: VerifiedExtent, *, is_staged: bool) -> bool:
         """One of several extents of a chunk is verified; whether all are now, and the chunk has its `extents`."""
@@ -186,15 +190,15 @@ class _Arrivals:
         return VerifiedExtent(STAGED, self.source.extent(extent.info), extent.digests)
 
 
-class _SpanReader:
+class SpanReader:
     """Reads units and verifies what is in them; one per thread. What becomes of it, `keep_chunk` and others say."""
 
-    def __init__(self, arrivals: _Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
-        self._memory = SpanMemory(arrivals.source)
+        self._memory = arrivals.new_memory()
         self.filler = ChunkFiller(self._memory, arrivals.progress, arrivals.relocate)
 
-    def take(self, unit: Unit[_Piece]) -> None:
+    def take(self, unit: Unit[Piece]) -> None:
         """Read a unit and verify its chunks, each from elsewhere if it is damaged or gone here."""
         # Whose chunk it is that is damaged or gone, its own reading says.
         with suppress(CorruptionError, NotFoundError), self.arrivals.opening(unit):
@@ -255,27 +259,27 @@ class _SpanReader:
         raise NotImplementedError
 
 
-class _SpanVerifier(_SpanReader):
+class _SpanVerifier(SpanReader):
     """Stages what is verified."""
 
     def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
-        """See `_SpanReader`."""
+        """See `SpanReader`."""
         if all(self.keep_extent(chunk, *each) for each in zip(chunk.extents, plains, strict=True)):
             chunk.extents = [self.arrivals.staged(chunk.extents[0])]
 
     def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
-        """See `_SpanReader`."""
+        """See `SpanReader`."""
         return self.arrivals.source.put(chunk.digest, extent.info.first_leaf * extent.info.leaf_bytes, plain)
 
     def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
-        """See `_SpanReader`."""
+        """See `SpanReader`."""
         leaf_bytes = chunk.extents[0].info.leaf_bytes
         wanted = [(first * leaf_bytes, stop * leaf_bytes) for first, stop in runs(leaves_of(chunk, leaf_bytes))]
         if all(self.arrivals.source.put(chunk.digest, start, space.data[start:stop]) for start, stop in wanted):
             chunk.extents = [self.arrivals.staged(chunk.extents[0])]
 
 
-class _SpanFiller(_SpanReader):
+class SpanFiller(SpanReader):
     """Fills the targets with what is verified; a chunk of several extents is filled by one after the other."""
 
     def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
@@ -284,13 +288,13 @@ class _SpanFiller(_SpanReader):
         return is_whole
 
     def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
-        """See `_SpanReader`."""
+        """See `SpanReader`."""
         start = extent.info.first_leaf * extent.info.leaf_bytes
         self.filler.fill_run(chunk, start, np.frombuffer(plain, np.uint8))
         return False
 
     def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
-        """See `_SpanReader`."""
+        """See `SpanReader`."""
         space = np.frombuffer(plains[0], np.uint8)
         if len(plains) > 1:
             space = self.filler.scratch(chunk.num_bytes)
@@ -300,5 +304,5 @@ class _SpanFiller(_SpanReader):
         self.filler.fill_from(chunk, space)
 
     def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
-        """See `_SpanReader`."""
+        """See `SpanReader`."""
         self.filler.fill_from(chunk, space)

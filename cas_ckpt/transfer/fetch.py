@@ -19,13 +19,13 @@ held twice; what fell out of it is verified again on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import groupby
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.errors import NotFoundError
 from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import Location
@@ -36,15 +36,20 @@ from cas_ckpt.transfer.arrivals import bytes_to_read, fill_as_they_arrive, stage
 from cas_ckpt.transfer.chunk_reader import Relocate
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part
 from cas_ckpt.transfer.hashing import Array
+from cas_ckpt.transfer.past_cache import (
+    WORTH_A_SECOND_READ,
+    fill_past_cache,
+    not_in_memory,
+    packs_in_memory,
+    read_not_in_memory,
+    verify_past_cache,
+)
 from cas_ckpt.transfer.restore_memory import threads_within
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
 WORTH_PROBING_BYTES = 64 * 1024 * 1024
 """From so much on it is looked at whether the page cache has what is read."""
-
-PROBES = 8
-"""Places of each pack where it is looked at whether the page cache has it."""
 
 LOOKAHEAD = 8
 """Chunks whose reading is announced to a local store ahead of time."""
@@ -94,13 +99,20 @@ def fetch_chunks(
         return
     with sourced(store, chunks, relocate) as (source, relocate):
         verify_chunks(
-            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
-        )
+            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate,
+            may_read_twice=True,
+        )  # fmt: skip
         on_verified()
         wanted_bytes = 0
         for chunk in chunks:
             wanted_bytes += chunk.wanted_bytes
         with phase(progress, "restoring", wanted_bytes):
+            if again := [chunk for chunk in chunks if chunk.past_cache]:
+                fill_past_cache(
+                    store, again, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+                    relocate=relocate,
+                )  # fmt: skip
+                chunks = [chunk for chunk in chunks if not chunk.past_cache]
             if isinstance(source, StagedStore):
                 again = [chunk for chunk in chunks if chunk.extents[0].pack != STAGED]
                 fill_as_they_arrive(
@@ -120,13 +132,24 @@ def fill_once(
     Args:
         chunks: Each once.
     """
-    if store.abilities.local:
-        announced = _announced(store, chunks)
-        run_all(announced, lambda: ChunkFiller(store, progress, relocate).fill_once, num_threads=num_threads)
-    else:
+    if not store.abilities.local:
         fill_as_they_arrive(
             store, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
         )
+        return
+
+    def through_cache(some: Sequence[StoredChunk]) -> None:
+        announced = _announced(store, some)
+        run_all(announced, lambda: ChunkFiller(store, progress, relocate).fill_once, num_threads=num_threads)
+
+    if cold := not_in_memory(store, chunks):
+        past = partial(
+            fill_past_cache, store, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+            relocate=relocate,
+        )  # fmt: skip
+        read_not_in_memory(cold, past, through_cache, worth=1)
+        chunks = [chunk for chunk in chunks if not chunk.filled]
+    through_cache(chunks)
 
 
 def sourced(
@@ -165,10 +188,14 @@ def verify_chunks(
     memory_bytes: int,
     progress: Progress,
     relocate: Relocate | None = None,
+    may_read_twice: bool = False,
 ) -> None:
     """Read and hash what is wanted of all chunks; each then has the `extents` that hold it.
 
     Arguments and errors as for `fetch_chunks`, `source` and `relocate` from `sourced`.
+
+    Args:
+        may_read_twice: Whoever fills the targets reads again what is `past_cache` after this.
     """
     num_bytes = 0
     for chunk in chunks:
@@ -179,9 +206,22 @@ def verify_chunks(
                 source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
                 relocate=relocate,
             )  # fmt: skip
-        else:
-            announced = _announced(source, chunks)
-            run_all(announced, lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads)
+            return
+
+        def through_cache(some: Sequence[StoredChunk]) -> None:
+            run_all(
+                _announced(source, some), lambda: ChunkFiller(source, progress, relocate).verify,
+                num_threads=num_threads,
+            )  # fmt: skip
+
+        if may_read_twice and (cold := not_in_memory(source, chunks)):
+            past = partial(
+                verify_past_cache, source, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
+                relocate=relocate,
+            )  # fmt: skip
+            read_not_in_memory(cold, past, through_cache, worth=WORTH_A_SECOND_READ)
+            chunks = [chunk for chunk in chunks if not chunk.extents]
+        through_cache(chunks)
 
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
@@ -194,19 +234,6 @@ def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredCh
             if not ahead.by_leaves and place.pack not in there:
                 store.prefetch(place.pack, place.offset, place.header_bytes + place.stored_bytes)
         yield chunk
-
-
-def packs_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> set[str]:
-    """The packs of which the page cache seems to have all that is wanted: a few places of each are looked at."""
-    found: set[str] = set()
-    probe = memoryview(bytearray(1))
-    for pack, group in groupby(chunks, key=lambda chunk: chunk.places[0].pack):
-        places = [chunk.places[0] for chunk in group]
-        step = max(1, len(places) // PROBES)
-        with suppress(CorruptionError, NotFoundError):  # who reads it says what is wrong
-            if all(store.read_into(pack, place.end - 1, probe, cached_only=True) for place in places[::step]):
-                found.add(pack)
-    return found
 
 
 # --- new arrays ---------------------------------------------------------------------------------

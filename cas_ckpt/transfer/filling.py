@@ -61,6 +61,7 @@ class StoredChunk:
         extents: Those that were verified.
         touched: Something was written into the targets of its parts.
         filled: All parts have their bytes already.
+        past_cache: It was verified, but by a read that left nothing in the page cache.
     """
 
     key: str
@@ -73,6 +74,7 @@ class StoredChunk:
     extents: list[VerifiedExtent] = field(default_factory=list)
     touched: bool = False
     filled: bool = False
+    past_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +165,12 @@ class ChunkFiller:
             return False
         chunk.extents = extents
         part.target.done(part.place, array)
+        chunk.filled = True
         return True
 
     def fill(self, chunk: StoredChunk) -> None:
         """Fill all parts with the chunk, which is verified."""
+        chunk.touched = True
         # Several that want the same bytes, or bytes that left the cache, get them from scratch memory: read once.
         several = len(chunk.parts) > 1
         straight = not chunk.by_leaves and not (several and chunk.wanted_bytes > chunk.num_bytes)

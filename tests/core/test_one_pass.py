@@ -14,6 +14,7 @@ from cas_ckpt.core.refs import UNKNOWN_HEAD
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.storage.file import FileStore
+from cas_ckpt.transfer import past_cache
 from tests.builders import new_repository
 
 STATE = {
@@ -24,6 +25,17 @@ STATE = {
     "inline": torch.arange(5.0),
 }
 ENCODINGS = ["raw", "zstd", "planes"]
+
+
+@pytest.fixture(params=["through the page cache", "past it", "now so, now so"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How chunks are read; small packs are in memory, so nothing would be read past it."""
+    way: str = request.param
+    if way != "through the page cache":
+        monkeypatch.setattr(past_cache, "WORTH_BYTES", 0)
+        monkeypatch.setattr(past_cache, "packs_in_memory", lambda *_: set())
+        monkeypatch.setattr(past_cache, "TRIED_BYTES", 1 << 19 if way == "now so, now so" else 1 << 40)
+    return way
 
 
 @pytest.fixture
@@ -132,6 +144,56 @@ def test_what_is_damaged_in_one_pack_is_taken_from_another(made: Path, tmp_path:
     for name, tensor in STATE.items():
         assert torch.equal(target[name], tensor)
         assert np.array_equal(loaded[name].numpy(), tensor.numpy().astype(loaded[name].numpy().dtype))
+
+
+def test_all_is_read_and_verified_again_that_is_not_in_memory_when_the_targets_are_filled(
+    made: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = [0]
+    read = FileStore.read_past_cache
+
+    def counting(self: FileStore, key: str, offset: int, target: memoryview) -> int | None:
+        got = read(self, key, offset, target)
+        counted[0] += got or 0
+        return got
+
+    monkeypatch.setattr(FileStore, "read_past_cache", counting)
+    target = blank()
+    with Repository.open(made, group=None) as repo:
+        repo.checkout("main", into=target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in STATE.items())
+    num_bytes = sum(info.end - info.offset for _, info in extents(made))
+    if way == "past it":
+        assert 2 * num_bytes <= counted[0] <= 2.2 * num_bytes
+    elif way == "now so, now so":
+        assert 0 < counted[0] <= 2.2 * num_bytes
+    else:
+        assert not counted[0]
+
+
+def test_a_medium_that_gives_other_bytes_the_second_time_is_found(
+    made: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "past it":
+        return  # tests/transfer/test_fetch.py
+    read, calls = FileStore.read_past_cache, [0]
+    intact = [1 << 40]
+
+    def changing(self: FileStore, key: str, offset: int, target: memoryview) -> int | None:
+        got = read(self, key, offset, target)
+        calls[0] += 1
+        if calls[0] > intact[0]:
+            target[len(target) // 2] ^= 1
+        return got
+
+    monkeypatch.setattr(FileStore, "read_past_cache", changing)
+    with Repository.open(made, group=None) as repo:
+        repo.checkout("main", into=blank())
+        calls[0], intact[0] = 0, calls[0] // 2  # the first pass
+        with pytest.raises(CorruptionError) as caught:
+            repo.checkout("main", into=(target := blank()))
+        assert repo._handle.head == UNKNOWN_HEAD
+    _check_overwritten(caught.value, target)
 
 
 def test_a_checkout_that_is_atomic_touches_nothing_where_one_pass_does(made: Path) -> None:

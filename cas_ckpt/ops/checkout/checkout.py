@@ -89,7 +89,7 @@ def fetch_tensors(
     store = handle.reads_of(sum(chunk.num_bytes for chunk in chunks)) if unseen else handle.store
     while True:
         try:
-            with nullcontext() if atomic or unseen else _naming_overwritten(chunks):
+            with nullcontext() if unseen else _naming_overwritten(chunks):
                 fetch_chunks(
                     store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
                     memory_bytes=memory_bytes, progress=progress, relocate=handle.relocate, on_verified=on_verified,
