@@ -1,0 +1,241 @@
+"""What does a training loop feel of a commit in the background?
+
+    python -m benchmarks.async_commit --write     everything, and docs/benchmarks/async-commit.md; five minutes or so
+    python -m benchmarks.async_commit --quick     a smaller state and fewer rounds; prints only
+
+The pause: how long `commit_async` takes until it returns, beside a plain copy of the same state into memory that was
+touched before, `dst.copy_(src)` tensor by tensor, with as many threads as torch has. All ways take turns within a
+round; between them every tensor changes, and the pending commit is waited for, outside of what is measured.
+
+The slowdown: a training loop of one thread, small layers on the processor, with one core left over: how many steps it
+makes while commits run one after another in the background, of a state of its own, beside how many without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.machine import describe
+from cas_ckpt import Repository
+
+REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "async-commit.md"
+
+WAYS: Mapping[str, Mapping[str, Any]] = {"copy, thread": {}}
+"""What is measured: arguments of `commit_async`, by a name."""
+
+WANTED_PAUSE = {"copy": 1.3, "lazy": 0.05}
+"""Most that the pause may be of a plain copy, by `snapshot`."""
+
+WANTED_SLOWDOWN = {"process": 0.05}
+"""Most that a loop may lose beside a running commit, by `worker`; of others it is reported."""
+
+
+def gpt(num_bytes: int) -> dict[str, Any]:
+    """Weights and the two moments of AdamW of a GPT whose blocks come to about so many bytes together."""
+    width = 768
+    blocks = max(1, num_bytes // (3 * 12 * width * width * 4))
+    shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+    made: dict[str, Any] = {}
+    for part in ("model", "exp_avg", "exp_avg_sq"):
+        made[part] = {
+            f"block.{at}.{name}": torch.randn(shape) for at in range(blocks) for name, shape in shapes.items()
+        } | {f"block.{at}.norm": torch.randn(width) for at in range(blocks)}
+    return made
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [tensor for part in state.values() for tensor in part.values()]
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Seconds, one for each round."""
+
+    copy: list[float] = field(default_factory=list)
+    ways: dict[str, list[float]] = field(default_factory=dict)
+    ends: dict[str, list[float]] = field(default_factory=dict)
+    commit: list[float] = field(default_factory=list)
+
+
+def measure_pauses(folder: Path, num_bytes: int, rounds: int) -> tuple[Pauses, int]:
+    """The pause of every way, and the copy beside it; and the bytes of the state. The first round is not counted."""
+    state, found = gpt(num_bytes), Pauses()
+    tensors = tensors_of(state)
+    copies = [tensor.clone() for tensor in tensors]
+    repos = {name: Repository.init(folder / f"pause-{at}", group=None) for at, name in enumerate(WAYS)}
+    plain = Repository.init(folder / "pause-plain", group=None)
+    for number in range(rounds + 1):
+        turns = [*WAYS, "copy", "commit"]
+        for name in turns[number % len(turns) :] + turns[: number % len(turns)]:
+            for tensor in tensors:
+                tensor.add_(1e-3)
+            start = time.perf_counter()
+            if name == "copy":
+                for copy, tensor in zip(copies, tensors, strict=True):
+                    copy.copy_(tensor)
+                found.copy.append(time.perf_counter() - start)
+            elif name == "commit":
+                plain.commit(state, step=number)
+                found.commit.append(time.perf_counter() - start)
+            else:
+                pending = repos[name].commit_async(state, step=number, **WAYS[name])
+                found.ways.setdefault(name, []).append(time.perf_counter() - start)
+                pending.wait_staged()
+                pending.result()
+                found.ends.setdefault(name, []).append(time.perf_counter() - start)
+        forget_all_but_one(plain, *repos.values())
+    for repo in (plain, *repos.values()):
+        repo.close()
+    for times in (found.copy, found.commit, *found.ways.values(), *found.ends.values()):
+        del times[0]
+    return found, sum(tensor.nbytes for tensor in tensors)
+
+
+def forget_all_but_one(*repos: Repository) -> None:
+    """Let the disk not fill up with what was measured."""
+    from cas_ckpt import Policy
+
+    for repo in repos:
+        repo.forget(Policy(keep_last=1), gc=True)
+        repo.gc(min_age_s=0)
+
+
+class Loop:
+    """A training loop that needs one core: small layers, so that Python's part of a step counts."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
+        self.optim = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.data = torch.randn(32, 128)
+
+    def step(self) -> None:
+        self.model(self.data).square().mean().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+
+def measure_slowdown(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """By way: share of its steps that the loop loses while commits run, one for each round."""
+    state, loop = gpt(num_bytes), Loop()
+    tensors = tensors_of(state)
+    for _ in range(50):
+        loop.step()
+    found: dict[str, list[float]] = {}
+    for name, options in WAYS.items():
+        with Repository.init(folder / f"slow-{len(found)}", group=None) as repo:
+            for number in range(rounds + 1):
+                for tensor in tensors:
+                    tensor.add_(1e-3)
+                alone = rate(loop, None)
+                pending = repo.commit_async(state, step=number, num_threads=1, **options)
+                pending.wait_staged()
+                beside = rate(loop, pending.done)
+                pending.result()
+                if number:
+                    found.setdefault(name, []).append(1 - beside / alone)
+                forget_all_but_one(repo)
+    return found
+
+
+def rate(loop: Loop, is_over: Callable[[], bool] | None, *, least_s: float = 0.5) -> float:
+    """Steps a second until `is_over`; for `least_s` where nothing else runs."""
+    start, steps = time.perf_counter(), 0
+    while True:
+        loop.step()
+        steps += 1
+        taken = time.perf_counter() - start
+        if is_over() if is_over is not None else taken >= least_s:
+            return steps / taken
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def page(pauses: Pauses, num_bytes: int, slow: Mapping[str, Sequence[float]], scratch: Path) -> str:
+    machine = describe(scratch)
+    copy_s = median(pauses.copy)
+    lines = [
+        "# Commits in the background",
+        "",
+        "Written by `python -m benchmarks.async_commit --write`, figures as they came.",
+        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
+        f"commit {machine['commit']}.",
+        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
+        "",
+        "## The pause",
+        "",
+        f"A GPT with AdamW, {num_bytes / 1e9:.2f} GB, everything changed; medians of {len(pauses.copy)} rounds, all "
+        "ways in turns.",
+        "`until done`: from the call until the commit is durable, while nothing else runs.",
+        "",
+        "| | pause, s | of the plain copy | wanted | until done, s |",
+        "| --- | --- | --- | --- | --- |",
+        f"| plain copy into warm memory | {copy_s:.3f} | 1.00 | | |",
+        f"| `commit` | {median(pauses.commit):.3f} | {median(pauses.commit) / copy_s:.2f} | | |",
+    ]
+    for name, times in pauses.ways.items():
+        ratio = median([ours / plain for ours, plain in zip(times, pauses.copy, strict=True)])
+        wanted = WANTED_PAUSE[WAYS[name].get("snapshot", "copy")]
+        verdict = f"{wanted:.2f} {'met' if ratio <= wanted else 'missed'}"
+        lines.append(
+            f"| `commit_async`: {name} | {median(times):.3f} | {ratio:.2f} | {verdict} | {median(pauses.ends[name]):.2f} |"
+        )
+    lines += [
+        "",
+        "## A training loop beside a running commit",
+        "",
+        "Steps that a loop of one thread loses while a commit runs with `num_threads=1`, on two cores: medians.",
+        "",
+        "| `commit_async` | steps lost | wanted |",
+        "| --- | --- | --- |",
+    ]
+    for name, shares in slow.items():
+        most = WANTED_SLOWDOWN.get(WAYS[name].get("worker", "thread"))
+        lost = median(shares)
+        verdict = "" if most is None else f"{most:.0%} {'met' if lost <= most else 'missed'}"
+        lines.append(f"| {name} | {lost:.1%} | {verdict} |")
+    lines += ["", "What bounds them, and how to choose: [performance.md](../performance.md#the-pause-of-a-commit).", ""]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; write the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("pause", "slowdown"))
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
+    options = parser.parse_args(argv)
+    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-async-", dir=options.scratch))
+    num_bytes, rounds = (300 << 20, 4) if options.quick else (1000 << 20, 9)
+    try:
+        pauses, total, slow = Pauses([1.0], {}, {}, [1.0]), 0, dict[str, list[float]]()
+        if options.only != "slowdown":
+            pauses, total = measure_pauses(scratch, num_bytes, rounds)
+        torch.set_num_threads(1)
+        if options.only != "pause":
+            slow = measure_slowdown(scratch, num_bytes // 2, rounds)
+        made = page(pauses, total, slow, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(made)
+    if options.write:
+        REPORT.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
