@@ -190,9 +190,8 @@ def page(pauses: Pauses, num_bytes: int, slow: Mapping[str, Sequence[float]], sc
         ratio = median([ours / plain for ours, plain in zip(times, pauses.copy, strict=True)])
         wanted = WANTED_PAUSE[WAYS[name].get("snapshot", "copy")]
         verdict = f"{wanted:.2f} {'met' if ratio <= wanted else 'missed'}"
-        lines.append(
-            f"| `commit_async`: {name} | {median(times):.3f} | {ratio:.2f} | {verdict} | {median(pauses.ends[name]):.2f} |"
-        )
+        end_s = median(pauses.ends[name])
+        lines.append(f"| `commit_async`: {name} | {median(times):.3f} | {ratio:.2f} | {verdict} | {end_s:.2f} |")
     lines += [
         "",
         "## A training loop beside a running commit",

@@ -23,7 +23,7 @@ import numpy as np
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Grid, Spec
-from cas_ckpt.objects.state import ArraySource
+from cas_ckpt.objects.state import ArraySource, is_private
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
@@ -310,8 +310,12 @@ class _BatchSaver:
             ids, copies, at = [], [], 0
             for cell in run:
                 work = cell.work
+                is_ours = is_private(work.source)  # asked first: what is private now is so for good
                 array = as_raw(work.source.read(work.grid.box(cell.number)), work.item_bytes)
-                data = gather(array, buffer[at:])
+                if is_ours and array.flags.c_contiguous:
+                    data = array.reshape(-1).view(np.uint8).data
+                else:
+                    data = gather(array, buffer[at:])
                 leaves = leaf_digests(data, work.grid.leaf_bytes)
                 digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
                 ids.append(digest)

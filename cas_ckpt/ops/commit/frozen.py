@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from cas_ckpt.errors import FrozenChangedError, InvalidInputError
+from cas_ckpt.errors import ConflictError, FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Flavor
+from cas_ckpt.objects.state import Flavor, TensorItem
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.request import CommitRequest, FrozenCheck
 from cas_ckpt.transfer.save import TensorWork
@@ -79,6 +79,44 @@ class FrozenMemory:
         self._seen: dict[str, _Seen | TensorEntry] = {}
         # Its own generator: committing must not move anybody's random state.
         self._random = random.Random()
+        self._origin: FrozenMemory | None = None
+        self._relied_on: set[str] = set()
+
+    def now(self) -> FrozenMemory:
+        """What is known at this moment, for one commit that is made later; what it hashes, this one remembers."""
+        copy = FrozenMemory()
+        copy._seen = dict(self._seen)
+        copy._origin = self
+        return copy
+
+    def is_unchanged(self, key: str, item: TensorItem, regions: tuple[Box, ...], *, check: str) -> bool:
+        """Whether `prepare` will let the frozen tensor keep the ids that it has, or raise: no copy of it is needed.
+
+        If it has to be hashed all the same, in whole or in cells that this process has not named, that raises, too.
+
+        Args:
+            regions: What this process holds of it.
+            check: The request's `frozen_check`.
+        """
+        seen = self._seen.get(key)
+        if not isinstance(seen, _Seen) or seen.spec != item.spec or seen.regions != regions:
+            return False
+        if check == FrozenCheck.CHECKSUM:
+            found = seen.sums is not None
+        else:
+            found = item.identity is not None and item.identity[-1] is not None and seen.identity == item.identity
+        if found:
+            self._relied_on.add(key)
+        return found
+
+    def _relied_in_vain(self, key: str) -> ConflictError:
+        """The error for a tensor that was not copied when it could be, and has to be hashed now."""
+        if self._origin is not None:
+            self._origin._seen.pop(key, None)  # the next commit copies it
+        return ConflictError(
+            f"{key}: declared frozen, and not copied, but what this rank has to hash of it is not what it had before: "
+            "nothing was published; commit again"
+        )
 
     def prepare(
         self,
@@ -113,6 +151,8 @@ class FrozenMemory:
         trusted = []
         for each in tensors:
             seen = self._trusted(each)
+            if seen is None and each.draft.key in self._relied_on:
+                raise self._relied_in_vain(each.draft.key)
             if seen is not None:
                 each.draft.work.chunks = list(seen.chunks)
                 each.draft.work.cells = frozenset(_unstored(seen.chunks, known))
@@ -161,16 +201,28 @@ class FrozenMemory:
         hashed: dict[str, _Seen | TensorEntry] = dict(frozen.inline or {})
         for each in frozen.tensors:
             key, item, chunks = each.draft.key, each.draft.item, tuple(each.draft.work.chunks)
+            if key in self._relied_on and self._has_more(key, chunks):
+                raise self._relied_in_vain(key)
             hashed[key] = _Seen(item.identity, item.spec, each.regions, each.sums, chunks)
             if not self._may_be(key, hashed[key]):
                 raise _changed(key)
         return hashed
+
+    def _has_more(self, key: str, chunks: Sequence[Digest | None]) -> bool:
+        """Whether a cell has an id now that had none when the tensor was hashed before."""
+        seen = self._seen.get(key)
+        return isinstance(seen, _Seen) and any(
+            a is None and b is not None for a, b in zip(seen.chunks, chunks, strict=True)
+        )
 
     def remember(self, hashed: Hashed, draft: Draft) -> None:
         """The commit of `draft` is made: from now on these ids are trusted.
 
         What the commit holds and did not declare frozen is forgotten: it may have changed, rightly.
         """
+        if self._origin is not None:
+            self._origin.remember(hashed, draft)
+            return
         self.num_changes += 1
         if self._seen:
             present = {tensor.key for tensor in draft.tensors} | {key for key, _ in draft.inline_tensors()}

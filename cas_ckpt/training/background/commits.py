@@ -26,6 +26,9 @@ from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.state import Container, TensorItem
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -35,7 +38,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.background.lazy import stage_later
 from cas_ckpt.training.background.pending import PendingCommit
 from cas_ckpt.training.background.queue import CommitQueue
-from cas_ckpt.training.background.staged import Snapshot
+from cas_ckpt.training.background.staged import IsKnown, Snapshot
 from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.training.device.unchanged import leave_out
 from cas_ckpt.training.verbs import captured
@@ -147,8 +150,12 @@ class BackgroundCommits:
             self.queue.admit(options.max_in_flight)
             request = settled(request)
             tree, request = captured(state, request, peers)
+            is_known = None
+            if worker is None and memory is not None:  # another process cannot look at what is not staged
+                memory = memory.now()
+                is_known = _known(request, memory)
             with python_gc_paused():
-                snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle)
+                snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle, is_known=is_known)
             pending = PendingCommit(_described(request))
             pending.watch(snapshot, self.queue.is_worker)
             job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker)
@@ -171,9 +178,9 @@ class BackgroundCommits:
     ) -> None:  # fmt: skip
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
         pool = self._pool_for(options)
-        budget = options.staging_bytes
-        if budget is None:
-            budget = pool.held_bytes + available_bytes() // 2
+        budget, held = options.staging_bytes, pool.held_bytes
+        if budget is None:  # to ask what is available takes a millisecond
+            budget = held if snapshot.room <= held else held + available_bytes() // 2
         fits = snapshot.take_room(pool, budget)
         if not fits and len(self.queue.pending()) > 1:  # it has to wait for those before it anyway
             self.queue.wait_turn(pending)
@@ -296,6 +303,18 @@ def settled(request: CommitRequest) -> CommitRequest:
         parents=fields.parents, lineage=tuple(request.lineage), other_parents=tuple(request.other_parents),
         frozen=request.frozen if isinstance(request.frozen, str) or request.frozen is None else tuple(request.frozen),
     )  # fmt: skip
+
+
+def _known(request: CommitRequest, memory: FrozenMemory) -> IsKnown | None:
+    """Says which tensors are declared frozen and were hashed before; None: none is."""
+    patterns = KeyPatterns(request.frozen, request.frozen_keys)
+    if not patterns:
+        return None
+
+    def is_known(key: str, item: TensorItem, boxes: tuple[Box, ...]) -> bool:
+        return patterns.matches(key) and memory.is_unchanged(key, item, boxes, check=request.frozen_check)
+
+    return is_known
 
 
 def _described(request: CommitRequest) -> str:

@@ -42,8 +42,8 @@ from cas_ckpt.training.background.changes import Watch, Watched
 from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy, room_bytes
 
 Array: TypeAlias = np.ndarray[Any, Any]
-IsKnown: TypeAlias = Callable[[str, TensorItem], bool]
-"""Whether the tensor under this key is known to be unchanged, so that it is not staged."""
+IsKnown: TypeAlias = Callable[[str, TensorItem, tuple[Box, ...]], bool]
+"""Whether the tensor under this key, of which this rank holds these boxes, is known to be unchanged: not staged."""
 Places: TypeAlias = tuple[tuple[int, int], ...]
 """Where each piece of a tensor is: number of the arena, -1 for memory of its own, and where it begins in it."""
 
@@ -258,13 +258,13 @@ class Snapshot:
         spec = item.spec
         # Asked now: what the identity refers to may be gone when the commit looks at it, and has no hash then.
         tie = None if item.identity is None else (item.identity[0], spec.dtype, hash(item.identity[0]))
-        if self._is_known is not None and self._is_known(key, item):
-            return item
         staged = None if tie is None else self._tied.get(tie)
         if staged is None:
             boxes: tuple[Box, ...] = (spec.box,)
             if item.placement is not None:
                 boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
+            if self._is_known is not None and self._is_known(key, item, boxes):
+                return item
             staged = StagedTensor(self, key, item.source, boxes, spec)
             self.tensors.append(staged)
             if tie is not None:
