@@ -30,7 +30,7 @@ class Opened:
         self._frozen: FrozenMemory | None = None
         self._pushes: BackgroundPushes | None = None
         self._background: BackgroundCommits | None = None
-        self._committing = threading.Lock()
+        self._pid, self._committing = os.getpid(), threading.Lock()
 
     @contextmanager
     def _common_work(self, verb: str) -> Iterator[None]:
@@ -50,6 +50,8 @@ class Opened:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """No other commit or checkout through this object runs inside."""
+        if self._pid != os.getpid():  # forked while a thread was inside, which is not here to leave it
+            self._pid, self._committing = os.getpid(), threading.Lock()
         with self._committing:
             yield
 

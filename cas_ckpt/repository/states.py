@@ -348,7 +348,7 @@ class StateVerbs(Opened):
             lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
             memory_bytes=memory_bytes, sign=given_key(sign),
         )  # fmt: skip
-        with self._committing:
+        with self._turn():
             request = request_on(self._handle, request, onto)
             return import_any(
                 self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=shown(progress)

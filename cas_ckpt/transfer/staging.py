@@ -188,6 +188,12 @@ class StagingPool:
         with self._lock:
             return sum(each.num_bytes for each in (*self._free, *self._taken))
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the largest mapping that nobody uses at the moment."""
+        with self._lock:
+            return max((each.num_bytes for each in self._free), default=0)
+
     def take(self, num_bytes: int, *, budget_bytes: int) -> Arena | None:
         """An arena with room for `num_bytes`, or for as many as the budget leaves; None: it leaves nothing.
 

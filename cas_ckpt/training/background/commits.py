@@ -178,9 +178,11 @@ class BackgroundCommits:
     ) -> None:  # fmt: skip
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
         pool = self._pool_for(options)
-        budget, held = options.staging_bytes, pool.held_bytes
-        if budget is None:  # to ask what is available takes a millisecond
-            budget = held if snapshot.room <= held else held + available_bytes() // 2
+        budget = options.staging_bytes
+        if budget is None:
+            budget = pool.held_bytes
+            if snapshot.room > pool.free_bytes:  # to ask takes a millisecond
+                budget += available_bytes() // 2
         fits = snapshot.take_room(pool, budget)
         if not fits and len(self.queue.pending()) > 1:  # it has to wait for those before it anyway
             self.queue.wait_turn(pending)

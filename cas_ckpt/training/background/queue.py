@@ -179,13 +179,14 @@ def _watch(queue: CommitQueue) -> None:
         before_threads_end(finish_all)
 
 
-def finish_all(timeout_s: float = EXIT_TIMEOUT_S) -> None:
+def finish_all() -> None:
     """Wait for the commits that are pending in this process, say so, and name those that were not made in time."""
+    timeout_s = EXIT_TIMEOUT_S
     queues = [each for each in _queues if each.pid == os.getpid() and each.pending()]
     deadline_s = clock.monotonic_s() + timeout_s
     for queue in queues:
         waiting = ", ".join(each.what for each in queue.pending())
-        _LOGGER.warning("the interpreter ends: waits up to %.0f s for %s", timeout_s, waiting)
+        _LOGGER.warning("the interpreter ends: waits up to %g s for %s", timeout_s, waiting)
         if not queue.drain(max(0.0, deadline_s - clock.monotonic_s())):
             left = ", ".join(each.what for each in queue.pending())
             _LOGGER.error("not made, for the interpreter ends: %s", left)

@@ -1,0 +1,366 @@
+"""Pending commits that are cancelled, interrupted, overtaken by collections, and shared by threads and repositories."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cas_ckpt import CancelledError, InvalidInputError, Policy, Repository, StillPendingError
+from cas_ckpt.errors import FrozenChangedError
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.training.background import staged
+from cas_ckpt.training.background.pending import PendingCommit
+from cas_ckpt.transfer import staging
+
+_NUMBERS = count()
+
+
+@pytest.fixture
+def repo() -> Iterator[Repository]:
+    with Repository.init(f"memory://luck-{next(_NUMBERS)}") as made:
+        yield made
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((400, 400), float(step)), "v": torch.full((300,), float(step))}
+
+
+class Held:
+    """Inside, commits in the background wait for their turn."""
+
+    def __init__(self, repo: Repository) -> None:
+        self.repo = repo
+
+    def __enter__(self) -> None:
+        self.repo._committing.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.repo._committing.release()
+
+
+def value_at(repo: Repository, ref: str) -> float:
+    return float(repo.load(ref)["w"][0, 0])
+
+
+# ------------------------------------------------------------ cancelled, interrupted
+
+
+def test_one_that_waits_is_cancelled_and_the_others_are_made(repo: Repository) -> None:
+    with Held(repo):
+        first = repo.commit_async(state_of(1), step=1, max_in_flight=3)
+        second = repo.commit_async(state_of(2), step=2, max_in_flight=3)
+        third = repo.commit_async(state_of(3), step=3, max_in_flight=3)
+        canceller = threading.Thread(target=second.cancel)
+        canceller.start()
+        while second._snapshot is not None and second._snapshot.error is None:
+            pass
+    canceller.join()
+    assert second.cancelled()
+    assert not first.cancel()
+    with pytest.raises(CancelledError):
+        second.result()
+    assert second.exception() is None
+    assert third.result().parents == (first.result().id,)
+    repo.commit(state_of(4), step=4)  # nobody has to hear of what was cancelled
+    assert [each.step for each in repo.log()] == [4, 3, 1]
+
+
+def test_one_that_is_being_made_is_broken_off(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, go = threading.Event(), threading.Event()
+    real = staged.StagedTensor.read
+
+    def read(self: staged.StagedTensor, box: Box) -> np.ndarray[Any, Any]:
+        at.set()
+        assert go.wait(30)
+        return real(self, box)
+
+    monkeypatch.setattr(staged.StagedTensor, "read", read)
+    pending = repo.commit_async(state_of(1))
+    assert at.wait(30)
+    found: list[bool] = []
+    canceller = threading.Thread(target=lambda: found.append(pending.cancel()))
+    canceller.start()
+    while pending._snapshot is not None and pending._snapshot.error is None:
+        pass
+    go.set()
+    canceller.join()
+    assert found == [True]
+    assert repo.latest() is None
+
+
+def test_an_interrupt_ends_the_wait_alone(repo: Repository) -> None:
+    with Held(repo):
+        pending = repo.commit_async(state_of(1))
+        for wait in (pending.result, lambda: PendingCommit.wait_staged(waiting(pending))):
+            timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            timer.join()
+        with pytest.raises(StillPendingError, match="waits for its turn|is being made"):
+            pending.result(0.01)
+        with pytest.raises(TimeoutError):
+            pending.exception(0)
+    assert pending.result().id == repo.latest().id  # type: ignore[union-attr]
+
+
+def waiting(pending: PendingCommit) -> PendingCommit:
+    """Like `pending`, with a snapshot that is not settled."""
+    assert pending._snapshot is not None
+    pending._snapshot.settled = False
+    return pending
+
+
+def test_an_interrupt_while_the_state_is_copied_leaves_no_commit_and_no_memory_taken(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(copies: object, *, num_threads: int) -> None:
+        raise KeyboardInterrupt
+
+    for staging_bytes in (None, 200_000):
+        with monkeypatch.context() as patch:
+            patch.setattr(staged, "copy_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                repo.commit_async(state_of(1), staging_bytes=staging_bytes)
+        assert repo.drain()
+        assert repo.latest() is None
+        assert repo._background is not None and repo._background._pool is not None
+        assert not repo._background._pool._taken
+    assert repo.commit_async(state_of(2)).result().parents == ()
+
+
+# ------------------------------------------------------------ callbacks
+
+
+def test_what_a_callback_raises_is_logged_and_the_others_are_called(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Any] = []
+
+    def waits(pending: PendingCommit) -> None:
+        for call in (
+            lambda: repo.commit(state_of(3)),
+            repo.drain,
+            lambda: repo.commit_async(state_of(3)),
+            later.result,
+        ):
+            with pytest.raises(InvalidInputError, match="callback"):
+                call()
+            heard.append("refused")
+
+    with Held(repo):
+        pending = repo.commit_async(state_of(1), step=1, max_in_flight=2)
+        later = repo.commit_async(state_of(2), step=2, max_in_flight=2)
+        pending.add_done_callback(lambda _: 1 / 0)
+        pending.add_done_callback(waits)
+        pending.add_done_callback(lambda each: heard.append(each.result().step))
+    assert later.result().step == 2
+    assert heard == ["refused"] * 4 + [1]
+    assert "ZeroDivisionError" in caplog.text
+    pending.add_done_callback(lambda each: heard.append("at once"))
+    assert heard[-1] == "at once"
+
+
+# ------------------------------------------------------------ others at the same time
+
+
+def test_a_collection_between_staging_and_publishing_takes_nothing(repo: Repository) -> None:
+    repo.commit_async(state_of(1), step=1).result()
+    repo.commit_async(state_of(2), step=2).result()
+    state = state_of(1)
+    with Held(repo):
+        pending = repo.commit_async(state, step=3)
+        state["w"].zero_()
+        with Repository.open(repo.url) as other:
+            other.forget(Policy(keep_last=1), gc=True)
+            other.gc(min_age_s=0, reflog_expire_s=0)
+    assert pending.result().step == 3
+    assert value_at(repo, "main") == 1
+    assert repo.fsck(read_data=True).ok
+
+
+def test_a_collection_under_a_commit_that_does_not_fit_is_an_error_and_not_another_state(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit begins anew, and what it had saved from live memory may have changed by then."""
+    from cas_ckpt.core import publish
+    from cas_ckpt.errors import ConflictError
+    from cas_ckpt.ops.commit import commit as module
+
+    real, state = module.publish_commit, state_of(5)
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        state["w"].zero_()
+        raise publish.GenerationMoved
+
+    monkeypatch.setattr(module, "publish_commit", moved)
+    pending = repo.commit_async(state, staging_bytes=0)
+    with pytest.raises(ConflictError, match="staging_bytes"):
+        pending.result()
+    monkeypatch.setattr(module, "publish_commit", real)
+    assert repo.latest() is None
+    calls: list[int] = []
+
+    def moved_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise publish.GenerationMoved
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "publish_commit", moved_once)
+    state = state_of(6)
+    pending = repo.commit_async(state)
+    state["w"].zero_()
+    pending.result()
+    assert value_at(repo, "main") == 6
+
+
+def test_two_repositories_commit_side_by_side() -> None:
+    with (
+        Repository.init(f"memory://luck-{next(_NUMBERS)}") as one,
+        Repository.init(f"memory://luck-{next(_NUMBERS)}") as two,
+    ):
+        state = state_of(0)
+        for step in range(5):
+            state["w"].fill_(step)
+            with Held(one):  # which does not keep the other one waiting
+                one.commit_async(state, step=step, max_in_flight=9)
+                other = two.commit_async(state, step=step)
+                state["w"].fill_(-1)
+                assert other.result(60).step == step
+        one.drain()
+        for each in (one, two):
+            assert [value_at(each, f"step:{step}") for step in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_threads_that_call_at_once_get_a_commit_each(repo: Repository) -> None:
+    found: list[tuple[int, PendingCommit]] = []
+
+    def call(step: int) -> None:
+        state = state_of(step)
+        found.append((step, repo.commit_async(state, step=step, max_in_flight=3)))
+        state["w"].zero_()
+
+    threads = [threading.Thread(target=call, args=(step,)) for step in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step, pending in found:
+        assert pending.result().step == step
+        assert value_at(repo, f"step:{step}") == step
+
+
+def test_a_checkout_waits_for_what_is_pending_and_the_next_commit_goes_on_from_it(repo: Repository) -> None:
+    first = repo.commit_async(state_of(1), step=1)
+    state = state_of(0)
+    repo.checkout("main", into=state)
+    assert state["w"][0, 0] == 1
+    assert repo.commit(state, step=2).parents == (first.result().id,)
+
+
+def test_no_more_are_in_flight_than_the_call_allows(repo: Repository) -> None:
+    seen: list[int] = []
+    state = state_of(1)
+    for step in range(4):
+        repo.commit_async(state, step=step, max_in_flight=2)
+        assert repo._background is not None
+        seen.append(len(repo._background.queue.pending()))
+    assert max(seen) <= 2
+
+
+def test_memory_of_the_live_state_and_of_the_staged_one_is_given_back(repo: Repository) -> None:
+    state = state_of(1)
+    storage = weakref.ref(state["w"].untyped_storage())
+    pending = repo.commit_async(state)
+    with Held(repo):
+        del state
+        gc.collect()
+        assert storage() is None  # the commit holds a copy, not the state
+    pending.result()
+    assert repo._background is not None and repo._background._pool is not None
+    assert repo._background._pool.held_bytes
+    repo.close()
+    assert not repo._background._pool.held_bytes
+
+
+# ------------------------------------------------------------ frozen
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every copy that was made."""
+    found: list[int] = []
+    real = staged.copy_all
+
+    def copy_all(copies: list[staging.Copy], *, num_threads: int) -> None:
+        found.append(sum(copy.target.nbytes for copy in copies))
+        real(copies, num_threads=num_threads)
+
+    monkeypatch.setattr(staged, "copy_all", copy_all)
+    return found
+
+
+@pytest.mark.parametrize("check", ["checksum", "version"])
+def test_what_is_frozen_and_known_is_not_copied(repo: Repository, copied: list[int], check: str) -> None:
+    state = {"base": torch.randn(500, 500), "head": torch.randn(100, 100)}
+    options: dict[str, Any] = {"frozen": "base", "frozen_check": check, "frozen_audit": 0.5}
+    made = []
+    for step in range(3):
+        state["head"].fill_(step)
+        pending = repo.commit_async(state, step=step, **options)
+        state["head"].fill_(-1)
+        made.append(pending.result())
+        assert value_of_head(repo, step) == step
+    assert copied == [500 * 500 * 4 + 100 * 100 * 4, 100 * 100 * 4, 100 * 100 * 4]
+    assert torch.equal(repo.load("main")["base"], state["base"])
+    repo.commit_async(state, step=9).result()  # not declared frozen: forgotten, and copied again
+    repo.commit_async(state, step=10, **options).result()
+    assert copied[-2:] == [500 * 500 * 4 + 100 * 100 * 4] * 2
+
+
+def value_of_head(repo: Repository, step: int) -> float:
+    return float(repo.load(f"step:{step}")["head"][0, 0])
+
+
+def test_what_is_frozen_and_changes_before_it_is_looked_at_is_an_error(repo: Repository) -> None:
+    state = {"base": torch.randn(500, 500), "head": torch.randn(100, 100)}
+    repo.commit_async(state, step=1, frozen="base").result()
+    with Held(repo):
+        pending = repo.commit_async(state, step=2, frozen="base")
+        state["base"].add_(1)
+    with pytest.raises(FrozenChangedError, match="base"):
+        pending.result()
+    assert repo.latest().step == 1  # type: ignore[union-attr]
+
+
+def test_what_was_known_at_the_call_counts_whatever_is_committed_before_it(repo: Repository) -> None:
+    """A commit in between that does not declare it frozen makes the process forget it; the pending one does not."""
+    state = {"base": torch.randn(500, 500), "head": torch.randn(100, 100)}
+    repo.commit_async(state, step=1, frozen="base").result()
+    with Held(repo):
+        repo.commit_async(state, step=2, max_in_flight=3)
+        pending = repo.commit_async(state, step=3, frozen="base", max_in_flight=3)
+    assert pending.result().step == 3
+    assert torch.equal(repo.load("main")["base"], state["base"])
+
+
+def test_progress_of_what_goes_on_in_the_background(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with Held(repo):
+        pending = repo.commit_async(state_of(1))
+        assert pending.progress.total_bytes == pending.progress.staged_bytes == 400 * 400 * 4 + 300 * 4
+        assert pending.progress.saved_bytes == 0
+        assert "called at test_bad_luck.py" in repr(pending)
+    pending.result()
+    assert pending.progress.saved_bytes == 400 * 400 * 4 + 300 * 4
