@@ -1,0 +1,53 @@
+"""Real processes with gloo between them commit in the background: same ids, and one rank's failure is everybody's."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cas_ckpt import Repository
+from tests.ranks import results, run_processes
+
+CASES = "tests.training.background.rank_cases"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    Repository.init(tmp_path / "repo").close()
+    return str(tmp_path / "repo")
+
+
+def test_ranks_commit_the_state_of_the_call_while_training_goes_on(path: str) -> None:
+    facts: list[dict[str, Any]] = results(run_processes(2, f"{CASES}:commits", path))
+    assert facts[0] == facts[1]
+    assert {name: (same, moved) for name, (same, _, moved) in facts[0].items()} == dict.fromkeys(facts[0], (True, True))
+    assert len(facts[0]) == 6
+
+
+def test_what_one_rank_fails_of_is_told_on_all_and_all_go_on(path: str) -> None:
+    first, second = results(run_processes(2, f"{CASES}:failures", path))
+    assert first["at the call"].startswith("PeerError: rank 1 failed: UnsupportedValueError: x")
+    assert second["at the call"].startswith("UnsupportedValueError: x")
+    assert first["an argument"].startswith("InvalidInputError: snapshot")
+    assert second["an argument"].startswith("PeerError: rank 0 failed: InvalidInputError: snapshot")
+    assert "rank 1 failed: OSError: the device is gone" in first["behind it"]
+    assert "rank 1 failed: BackgroundCommitError" in first["the next"]
+    assert second["the next"].startswith("BackgroundCommitError") and "the device is gone" in second["the next"]
+    assert first["after that"] == second["after that"] == 4
+    assert first["in the end"] == second["in the end"] == 7
+    assert first["steps"] == [7, 4, 1]
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_rank_that_is_killed_is_named_and_nobody_waits_for_it(path: str, when: str) -> None:
+    outcomes = run_processes(2, f"{CASES}:killed", path, when)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    said, after, closed, steps = results(outcomes[:1])[0]
+    assert said.startswith("PeerError") and "rank 1" in said
+    assert "PeerError" in after and "rank 1" in after
+    assert closed == "nothing"
+    assert steps == "[1]"
