@@ -186,7 +186,7 @@ def test_a_child_has_nothing_of_its_parents_pending_commits(path: Path) -> None:
             with Repository.open(sys.argv[1], group=None) as own:
                 own.checkout("main", into=state_of(5))
                 own.commit_async(state_of(3), step=3, branch="child").result()
-            repo.commit(state_of(4), step=4, branch="heir")
+            repo.commit(state_of(4), step=4, branch="heir", orphan=True)
             sys.exit(0)  # as ends that run what is left to be done at the end
         assert os.waitpid(pid, 0)[1] == 0
         repo._committing.release()

@@ -28,7 +28,7 @@ from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import Container, TensorItem
+from cas_ckpt.objects.state import TensorItem
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
