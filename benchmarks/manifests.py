@@ -27,8 +27,9 @@ import torch
 from benchmarks.harness.machine import describe
 from benchmarks.scale_shapes import keys_and_specs
 from cas_ckpt import Repository
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.index import manifests
 from cas_ckpt.objects.codec import Encoding

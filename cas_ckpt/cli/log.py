@@ -23,6 +23,7 @@ from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
 from cas_ckpt.cli.signing import given_trust, said_of, trust_option
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.ops.history.quick_log import quick_log
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ def log(
     not what it was in the first parent. Forgotten commits, whose data is gone, are marked.
     """
     conditions["keys"] = conditions["keys"] or None
+    if not (len(revisions) > 1 or all_refs or show_signature or settings.index or any(conditions.values())):
+        quick = quick_log(settings.place(), *revisions, limit=limit, first_parent=first_parent)
+        if quick is not None:
+            _show(settings, quick.commits, quick.names, {}, oneline=oneline, graph=graph)
+            return
     with settings.open() as repo, repo.one_look():
         commits = repo.log(revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, **conditions)
         names = names_of_commits(repo)
@@ -86,14 +92,21 @@ def log(
     for tier, failure in failures.items():
         why = f"the push at {utc(failure.time_s)} UTC failed: {escaped(failure.reason)}"
         click.echo(f"cas-ckpt: commits are not at {escaped(tier)} yet: {why}", err=True)
-    if settings.json:
-        echo_json([_as_json(commit, names, signed) for commit in commits])
-        return
-    if not commits and limit != 0 and not settings.quiet:
+    if not commits and limit != 0 and not settings.quiet and not settings.json:
         click.echo("no such commits" if any(conditions.values()) else "no commits yet", err=True)
     if whole is not None:
         commits = thinned(whole, commits)
-    settings.page(None, _lines(settings, commits, names, signed, oneline=oneline, graph=graph))
+    _show(settings, commits, names, signed, oneline=oneline, graph=graph)
+
+
+def _show(
+    settings: Settings, commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]],
+    signed: Mapping[str, SignatureInfo], *, oneline: bool, graph: bool,
+) -> None:  # fmt: skip
+    if settings.json:
+        echo_json([_as_json(commit, names, signed) for commit in commits])
+    else:
+        settings.page(None, _lines(settings, commits, names, signed, oneline=oneline, graph=graph))
 
 
 def _as_json(

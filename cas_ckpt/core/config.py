@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import unseal
 from cas_ckpt.storage.store import EmulatesConditions, Store, exists
 
 FORMAT_VERSION = 1
+INDEX_PATH = Path("index") / "index.sqlite"
+"""Where the index of a local repository is, below its root."""
+
 CONFIG_KEY = "config"
 POLICY_KEY = "policy"
 

@@ -14,11 +14,10 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import filterfalse
 from operator import not_
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
-from cas_ckpt.core.config import Config, adapt_store, config_record, decode_config, require_there
+from cas_ckpt.core.config import INDEX_PATH, Config, adapt_store, config_record, decode_config, require_there
 from cas_ckpt.core.elsewhere import Elsewhere
 from cas_ckpt.core.hints import HintsWriter
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
@@ -69,9 +68,6 @@ if TYPE_CHECKING:
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 _LOGGER = logging.getLogger("cas_ckpt")
-
-INDEX_PATH = Path("index") / "index.sqlite"
-"""Where the index of a local repository is, below its root."""
 
 MOST_KNOWN = 1_000_000
 """Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
@@ -500,13 +496,13 @@ class RepositoryHandle:
 
     def holds_chunks(self) -> bool:
         """Whether the index knows any chunk; else all chunks of a commit are new."""
-        return bool(self._known_set()) or self.index.read(contents.count_chunks) > 0
+        return bool(self._known_set()) or self.index.read(contents.chunks_at_most) > 0
 
     def _known_set(self) -> set[bytes]:
         with self._lock:
             if self._known is None:
                 self._known = set()
-                if self.index.read(contents.count_chunks) <= WHOLE_SET_CHUNKS:
+                if self.index.read(contents.chunks_at_most) <= WHOLE_SET_CHUNKS:
                     # Of one moment: no id may come from a pack whose rows come or go between two looks.
                     chunks, packs = self.index.read(contents.chunks_and_packs)
                     self._known = chunks if packs <= self._live else set()

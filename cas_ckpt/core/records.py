@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.index import history
-from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
 from cas_ckpt.objects.layouts import decode_layout
@@ -224,6 +223,8 @@ def log_rows(
     Raises:
         NotFoundError: one of `starts` is in no pack. CorruptionError: it may be in a pack that is damaged.
     """
+    from cas_ckpt.index import history  # brings SQLAlchemy: whoever names commits alone need not wait for it
+
     try:
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
     except NotFoundError:

@@ -11,7 +11,7 @@ from cas_ckpt.core.records import commit_of, log_rows
 from cas_ckpt.core.refs import Ref, RefKind, check_name, is_whole_id
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, history
-from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 
 

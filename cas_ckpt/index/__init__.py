@@ -12,15 +12,17 @@
                     `query_text.py` (the text of a query, and its parameters), `unfolding.py` (how long databases would
                     make it) and `held_signals.py` (Ctrl-C ends it)
     the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
-                    `db_errors.py` (what they refuse), `roles.py` (who may do what in a shared one)
+                    `open_lock.py` (who has a file open), `db_errors.py` (what they refuse), `roles.py` (who may do what
+                    in a shared one)
     the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
                     hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `restores.py`
                     (the log of restores), `replacing.py` (one index in the place of another)
     nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
                     `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
-                    of them meet conditions), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs
-                    say, how far damage reaches)
+                    of them meet the conditions of `filters.py`), `log_reader.py` (a plain log, by SQLite's driver
+                    alone), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs say, how far
+                    damage reaches)
     of states       `trees.py` (containers opened by their rows), `entries.py` (the entries of one state), `places.py`
                     (many states at once), `key_changes.py` (what commits changed), `tree_diff.py` (where two differ),
                     `finding.py` (what is where)

@@ -1,6 +1,6 @@
 """Candidates of garbage collection, found as packs come and not by reading everything.
 
-    1. packs above a watermark have not been examined: look at each of their entries once
+    1. packs above a watermark have not been examined: look at each of their entries once, some packs at a turn
     2. nothing refers to it, it is complete in several packs, or not complete in any: a candidate
     3. candidates are looked at again each time, and are none any more when all is well with them
 
@@ -11,6 +11,8 @@ verdict. Must not know which commits live.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -61,6 +63,7 @@ NO_BASE = """
 """
 """No extent is a delta against an object."""
 
+_TARGETS_OF_COMMITS = "SELECT o.object_id FROM t_commits c CROSS JOIN t_objects o WHERE o.digest = c.{column}"
 _NEW = "l.pack_id > :above AND l.pack_id <= :upto"
 _PARTIAL = "(m.leaf_bytes > 0 AND m.num_leaves * m.leaf_bytes < m.num_bytes)"
 
@@ -102,20 +105,50 @@ def examine(index: Index) -> None:
     if index.read_only:
         return
     more = index.read(lambda connection: _highest_pack(connection) > watermark(connection))
+    targets: CommitTargets | None = None
     while more:
         try:
-            more = index.write(examine_some)
+            more = index.write(examine_some, targets)
+            if more and targets is None:
+                targets = index.read(commit_targets)
         except CkptError:
             raise  # some of them are ValueErrors and LookupErrors too
         except UNREADABLE as error:
             raise unreadable(error, index.place) from error
 
 
-def examine_some(connection: Connection) -> bool:
-    """Examine some packs and keep what was found; returns whether there are more."""
+class CommitTargets(NamedTuple):
+    """The numbers of the roots and layouts of all commits, sorted, and the packs that were known then."""
+
+    numbers: array[int]
+    packs: frozenset[str]
+
+
+def commit_targets(connection: Connection) -> CommitTargets:
+    """The targets of the commits that there are now."""
+    found: set[int] = set()
+    for column in ("root", "layout"):
+        found.update(connection.execute(text(_TARGETS_OF_COMMITS.format(column=column))).scalars())
+    return CommitTargets(array("q", sorted(found)), _pack_names(connection))
+
+
+def _pack_names(connection: Connection) -> frozenset[str]:
+    return frozenset(connection.execute(select(PACKS.c.name)).scalars())
+
+
+def examine_some(connection: Connection, targets: CommitTargets | None = None) -> bool:
+    """Examine some packs and keep what was found; returns whether there are more.
+
+    Args:
+        targets: Those of a moment ago. They serve for all turns but the last, so that not each turn asks for those of
+            all commits: what came since is missing in them, and only makes more candidates. Once a pack was dropped,
+            which takes commits away, and numbers are given again, they do not serve any more.
+    """
     above, upto, more = _turn(connection)
+    if targets is not None and (not more or not targets.packs <= _pack_names(connection)):
+        targets = None
     with scratch_tables(connection, *FINDINGS):
-        find(connection, above=above, upto=upto, again=not more)
+        find(connection, above=above, upto=upto, again=not more, targets=targets)
         _keep(connection, again=not more)
     write_meta(connection, EXAMINED, str(upto))
     return more
@@ -126,18 +159,27 @@ def find_now(connection: Connection) -> None:
     find(connection, above=watermark(connection), upto=_highest_pack(connection), again=True)
 
 
-def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
+def _fill_targets(connection: Connection, targets: CommitTargets, *, above: int, upto: int) -> None:
+    """Fill `commit_targets` with those that may be in these packs."""
+    query = "SELECT min(l.object_id), max(l.object_id) FROM t_locations l WHERE " + _NEW
+    first, last = connection.execute(text(query), {"above": above, "upto": upto}).one()
+    if first is not None:
+        near = targets.numbers[bisect_left(targets.numbers, first) : bisect_right(targets.numbers, last)]
+        insert_missing(connection, TARGETS, [(number,) for number in near])
+
+
+def find(connection: Connection, *, above: int, upto: int, again: bool, targets: CommitTargets | None = None) -> None:
     """Fill the tables of findings from the packs with numbers in (`above`, `upto`].
 
     Args:
         again: Look at the candidates as well.
+        targets: Roots and layouts of all commits, where they are known; not with `again`.
     """
-    for column in ("root", "layout"):
-        execute(
-            connection,
-            f"INSERT INTO commit_targets SELECT o.object_id FROM t_commits c CROSS JOIN t_objects o "
-            f"WHERE o.digest = c.{column} ON CONFLICT DO NOTHING",
-        )
+    if targets is not None:
+        _fill_targets(connection, targets, above=above, upto=upto)
+    for column in ("root", "layout") if targets is None else ():
+        query = _TARGETS_OF_COMMITS.format(column=column)
+        execute(connection, f"INSERT INTO commit_targets {query} ON CONFLICT DO NOTHING")
     unreferred = _NOTHING_REFERS + (NO_BASE if has_deltas(connection) else "")
     if again:
         execute(

@@ -64,7 +64,7 @@ from cas_ckpt.index.schema import (
 )
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
-from cas_ckpt.objects.pack import ExtentInfo, Location
+from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 
 _PACK = re.compile(r"[A-Za-z0-9._/-]+")
 """What a name is made of: SQLite cannot see that a byte of it was damaged, and no store would take it as a key."""
@@ -114,10 +114,10 @@ def pack_sizes(connection: Connection) -> dict[str, int]:
     return dict(rows_of(connection, _PACK_SIZES))
 
 
-def count_chunks(connection: Connection) -> int:
-    """How many chunks are in some pack."""
-    query = select(func.count()).select_from(OBJECTS).where(OBJECTS.c.kind == ObjectKind.CHUNK)
-    return connection.execute(query).scalar_one()
+def chunks_at_most(connection: Connection) -> int:
+    """How many extents of chunks there are: as many as chunks, or more. Grows with packs, not with chunks."""
+    query = select(func.coalesce(func.sum(PACKS.c.num_entries), 0)).where(PACKS.c.kind == PackKind.DATA)
+    return int(connection.execute(query).scalar_one())
 
 
 def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:

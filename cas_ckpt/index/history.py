@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -22,7 +21,8 @@ from sqlalchemy import Connection, exists, select, text
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, rows_of
-from cas_ckpt.index.layouts import AxisBound, layouts_with
+from cas_ckpt.index.filters import SIGNS, CommitFilter
+from cas_ckpt.index.layouts import layouts_with
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
 from cas_ckpt.objects.digest import Digest, short
@@ -59,6 +59,21 @@ _LINE = """
     SELECT digest FROM line ORDER BY place
 """
 """A commit is found by its digest through `objects`: there is no other way in by digest."""
+
+
+_CHAIN = """
+    WITH RECURSIVE line(object_id, digest, parent, place) AS (
+        SELECT c.object_id, o.digest, c.first_parent, 1 FROM t_objects o CROSS JOIN t_commits c
+        WHERE o.digest = :start AND c.object_id = o.object_id
+        UNION ALL
+        SELECT c.object_id, o.digest, c.first_parent, l.place + 1
+        FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
+        WHERE l.place < :most AND o.digest = l.parent AND c.object_id = o.object_id
+    )
+    SELECT l.object_id, l.digest, l.parent,
+           EXISTS (SELECT 1 FROM t_more_parents m WHERE m.object_id = l.object_id) FROM line l ORDER BY l.place
+"""
+"""A line of first parents: number, id, first parent, whether it has more parents."""
 
 
 def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
@@ -168,6 +183,22 @@ def all_lineage(connection: Connection) -> list[tuple[bytes, LineageEdge]]:
 # --- the commits that some heads lead to ----------------------------------------------------
 
 
+def _begin(
+    connection: Connection, start: bytes, *, most: int, first_parent: bool, whole: bool
+) -> list[tuple[int, bytes]] | None:
+    """The first `most` commits of the log of `start`, as far as they are one line; None: they are not.
+
+    Up to a merge, only one commit may come next. The cost follows `most`, not the repository.
+    """
+    rows = connection.execute(text(_CHAIN), {"start": start, "most": most}).all()
+    if not rows or (not first_parent and any(merge for *_, merge in rows[:-1])):
+        return None
+    _, _, parent, merge = rows[-1]
+    if len(rows) < most and (parent is not None and (whole or merge)):
+        return None  # an unknown parent, or the way goes on behind a merge: whoever reads all knows what to do
+    return [(number, bytes(digest)) for number, digest, *_ in rows]
+
+
 class _Node(NamedTuple):
     """What the walk needs of one commit."""
 
@@ -219,7 +250,8 @@ def log(
 ) -> Iterator[CommitRow]:
     """All commits that `starts` lead to: children before parents, and the youngest first.
 
-    The order is fixed by this call; the rows are read in short transactions as they are asked for.
+    The order is fixed by this call; the rows are read in short transactions as they are asked for. With a limit, the
+    first ones of one line of commits are found without the rest of the history.
 
     Args:
         whole: Raise for parents that the index does not know, instead of ending there.
@@ -228,8 +260,13 @@ def log(
     Raises:
         NotFoundError: one of `starts` (or of the parents, if `whole`) is not a commit that the index knows.
     """
+    heads = list(dict.fromkeys(starts))
     with index.reading() as connection:
-        found = walk(connection, starts, first_parent=first_parent, whole=whole, more=more)
+        found = None
+        if limit and len(heads) == 1 and not wanted and not more:
+            found = _begin(connection, heads[0], most=limit, first_parent=first_parent, whole=whole)
+        if found is None:
+            found = walk(connection, heads, first_parent=first_parent, whole=whole, more=more)
         if wanted:
             kept = matching(connection, wanted)
             found = [commit for commit in found if commit[0] in kept]
@@ -337,52 +374,7 @@ def youngest_of_roots(connection: Connection, roots: Iterable[bytes]) -> dict[by
 
 # --- the commits that meet some conditions: those of a filtered log ---------------------------
 
-_SIGNS: Mapping[str, str] = {
-    "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__",
-}  # fmt: skip
-
-SIGNS = tuple(_SIGNS)
-"""How a metric may be compared."""
-
 _WILD = frozenset("*?[")
-
-
-@dataclass(frozen=True, slots=True)
-class MetricBound:
-    """A comparison of one metric with a number; commits without that metric do not meet it."""
-
-    name: str
-    sign: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class CommitFilter:
-    """What wanted commits say. None, or an empty tuple, is not a condition.
-
-    Attributes:
-        since_us, until_us: Microseconds since the epoch, both included.
-        first_step, last_step: Steps, both included; commits without a step meet neither.
-        metrics: All of these comparisons.
-        author: Part of the author's name, or a pattern (*, ?, [...]) of the whole; case counts for nothing.
-        world_size: Ranks that made the commit.
-        axes: Dimensions that meshes of its layout are to have, all of them.
-    """
-
-    since_us: int | None = None
-    until_us: int | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    metrics: tuple[MetricBound, ...] = ()
-    author: str | None = None
-    world_size: int | None = None
-    axes: tuple[AxisBound, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self != _EVERYTHING
-
-
-_EVERYTHING = CommitFilter()
 
 
 def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
@@ -398,7 +390,7 @@ def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
     if wanted.last_step is not None:
         query = query.where(c.step <= wanted.last_step)
     for bound in wanted.metrics:
-        holds = getattr(m.value, _SIGNS[bound.sign])(bound.value)
+        holds = getattr(m.value, SIGNS[bound.sign])(bound.value)
         query = query.where(exists(select(m.object_id).where(m.object_id == c.object_id, m.name == bound.name, holds)))
     if wanted.world_size is not None or wanted.axes:
         query = query.where(c.layout.in_(layouts_with(wanted.world_size, wanted.axes)))

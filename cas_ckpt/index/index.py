@@ -30,8 +30,8 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import contents, meta, postgres
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database, table_names, upsert
 from cas_ckpt.index.db_errors import REBUILD
-from cas_ckpt.index.rows import PackRecord, RefRow
-from cas_ckpt.index.schema import META, REFS, REVISIONS, VERSION_TABLE, VIEWS_VERSION, refuse_foreign
+from cas_ckpt.index.rows import REVISIONS, PackRecord, RefRow
+from cas_ckpt.index.schema import META, REFS, VERSION_TABLE, VIEWS_VERSION, refuse_foreign
 
 SOON_S = 5.0
 """How long `Index.write_soon` waits for others: what is only good to know delays no restore for longer."""

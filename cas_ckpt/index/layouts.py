@@ -15,7 +15,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -24,6 +23,7 @@ from sqlalchemy import Connection, Select, Table, exists, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.database import OBJECTS_BY_ID, execute, insert_missing
 from cas_ckpt.index.db_errors import REBUILD
+from cas_ckpt.index.filters import AxisBound
 from cas_ckpt.index.schema import (
     DIVISION_AXES,
     DIVISION_BOXES,
@@ -166,14 +166,6 @@ def drop_layouts(connection: Connection) -> None:
 
 
 # --- which layouts meet conditions ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AxisBound:
-    """A dimension that some mesh of a layout is to have: its name, and its size if that matters."""
-
-    name: str
-    size: int | None = None
 
 
 def layouts_with(world_size: int | None, axes: Sequence[AxisBound]) -> Select[tuple[bytes]]:

@@ -31,11 +31,11 @@ from cas_ckpt.index.database import (
     table_names,
     unguarded_file,
     unlink_files,
-    while_closed,
 )
 from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, NEWER, STORE, write_meta
+from cas_ckpt.index.open_lock import while_closed
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REFS, REMEMBERED, SCRUBS, former_name
 

@@ -37,9 +37,6 @@ from sqlalchemy import (
 
 from cas_ckpt.errors import ConflictError
 
-REVISIONS = ("0001", "0002", "0003", "0004")
-"""Every schema revision this version knows, oldest first; the last one is what it needs."""
-
 VIEWS_VERSION = 1
 """Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
 

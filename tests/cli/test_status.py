@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.ops.history.usage import repository_status

@@ -16,8 +16,9 @@ from sqlalchemy import Connection, Engine, event
 
 from cas_ckpt.core import packs
 from cas_ckpt.core.backfill import complete_index
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_directory
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import integrity, meta, pending

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import Generation, RefKind, new_move

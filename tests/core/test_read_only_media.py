@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import PermissionDeniedError
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.data import DataOptions

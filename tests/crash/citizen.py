@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.ops.gc.gc import collect_garbage

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, StorageError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CrashNow

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.core.handle import INDEX_PATH
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import ObjectKind

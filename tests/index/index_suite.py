@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from sqlalchemy import select
@@ -55,7 +57,7 @@ class PackTests:
         index.add_packs([data_pack("q", ["a"])])
         found = [(place.pack, place.first_leaf) for place in index.read(contents.locate, [digest("a")])[digest("a")]]
         assert found == [("p", 0), ("p", 1), ("q", 0)]
-        assert index.read(contents.count_chunks) == 1
+        assert index.read(contents.chunks_at_most) == 3
 
     def test_objects_are_numbered_in_the_order_in_which_packs_hold_them(self, index: Index) -> None:
         """So rows of neighbours are near one another in every table, and B-trees are written at few places."""
@@ -162,7 +164,7 @@ class PackTests:
         for thread in threads:
             thread.join()
         assert failures == []
-        assert index.read(contents.count_chunks) == 21
+        assert index.read(contents.chunks_at_most) == 40
         assert len(index.read(contents.locate, [digest("common")])[digest("common")]) == 20
 
 
@@ -210,6 +212,33 @@ class HistoryTests:
         assert _messages(history.log(index, [digest("merge")], first_parent=True)) == ["merge", "b", "a"]
         assert _messages(history.log(index, [digest("merge")], limit=2)) == ["merge", "b"]
         assert _messages(history.log(index, [digest("merge"), digest("d")], limit=3)) == ["merge", "b", "d"]
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_a_log_with_a_limit_is_the_beginning_of_the_whole_one(self, index: Index, seed: int) -> None:
+        rng = random.Random(seed)
+        names: list[str] = []
+        for number in range(20):
+            merged = seed % 2 and number > 2 and rng.random() < 0.3
+            parents = [*names[-1:], *([rng.choice(names)] if merged else [])]
+            row = commit_row(f"c{number}", list(dict.fromkeys(parents)), time_us=number - 5 * rng.randrange(2))
+            index.add_packs([meta_pack(f"m{number}", {f"root of c{number}": []}, commit=row)])
+            names.append(f"c{number}")
+        for start in (names[-1], names[4]):
+            for first_parent in (False, True):
+                whole = _messages(history.log(index, [digest(start)], first_parent=first_parent))
+                for limit in (1, 2, 3, 7, 19, 20, 50):
+                    log = history.log(index, [digest(start)], first_parent=first_parent, limit=limit, whole=True)
+                    assert _messages(log) == whole[:limit]
+
+    def test_the_first_commits_of_a_line_are_found_without_the_rest(self, index: Index) -> None:
+        for number in range(1, 30):
+            row = commit_row(f"c{number}", [f"c{number - 1}"] if number > 1 else ["lost"])
+            index.add_packs([meta_pack(f"m{number}", {f"root of c{number}": []}, commit=row)])
+        with mock.patch.object(history, "walk", side_effect=AssertionError("all commits were read")):
+            assert len(list(history.log(index, [digest("c29")], limit=10, whole=True))) == 10
+        with pytest.raises(NotFoundError, match="parent"):
+            history.log(index, [digest("c29")], limit=30, whole=True)
+        assert len(list(history.log(index, [digest("c29")], limit=30))) == 29
 
     def test_a_parent_that_is_not_known_ends_the_log(self, index: Index) -> None:
         index.add_packs([commit_pack("b", ["a"])])

@@ -18,7 +18,8 @@ from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.index import plans
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index, ensure_schema, migrations_folder
-from cas_ckpt.index.schema import METADATA, REVISIONS
+from cas_ckpt.index.rows import REVISIONS
+from cas_ckpt.index.schema import METADATA
 from tests import quick_index
 from tests.index.building import STORE, data_pack
 from tests.index.plans_suite import SHAPES, loads, plan

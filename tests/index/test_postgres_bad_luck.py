@@ -30,7 +30,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import contents
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.index.schema import REVISIONS
+from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -148,9 +148,9 @@ def test_a_session_that_is_ended_while_rows_are_copied_leaves_none_of_them(
         with pytest.raises(TransientStorageError, match="terminating connection|closed the connection"):
             index.add_packs([pack])
         monkeypatch.undo()
-        assert (index.packs(), index.read(contents.count_chunks)) == ({}, 0)
+        assert (index.packs(), index.read(contents.chunks_at_most)) == ({}, 0)
         assert index.add_packs([pack]) == 1
-        assert index.read(contents.count_chunks) == 5000
+        assert index.read(contents.chunks_at_most) == 5000
     Index.discard(server.url, store_id=STORE)
 
 

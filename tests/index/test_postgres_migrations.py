@@ -19,8 +19,8 @@ from cas_ckpt.index import meta
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import quoted, schema_of
-from cas_ckpt.index.rows import RefRow
-from cas_ckpt.index.schema import METADATA, REVISIONS
+from cas_ckpt.index.rows import REVISIONS, RefRow
+from cas_ckpt.index.schema import METADATA
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.history.log import log_commits
 from tests.builders import commit, numbers

@@ -19,7 +19,7 @@ from cas_ckpt.errors import InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
 from cas_ckpt.index.roles import roles_sql
-from cas_ckpt.index.schema import REVISIONS
+from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
 from cas_ckpt.ops.gc.gc import collect_garbage

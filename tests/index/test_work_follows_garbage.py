@@ -6,6 +6,7 @@ SQLite says beforehand how it will go about a statement, so this needs no large 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,9 @@ import pytest
 from sqlalchemy import event
 
 from cas_ckpt.index import candidates, history, liveness, usage
-from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.database import OBJECTS_BY_ID
+from cas_ckpt.index.filters import AxisBound, CommitFilter
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.layouts import AxisBound
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
@@ -101,9 +102,9 @@ def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypat
     seen: list[tuple[int, int]] = []
     whole = candidates.find
 
-    def find(connection: Any, *, above: int, upto: int, again: bool) -> None:
+    def find(connection: Any, *, above: int, upto: int, again: bool, **targets: Any) -> None:
         seen.append((above, upto))
-        whole(connection, above=above, upto=upto, again=again)
+        whole(connection, above=above, upto=upto, again=again, **targets)
 
     monkeypatch.setattr(candidates, "find", find)
     _collect(index)
@@ -111,3 +112,57 @@ def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypat
     index.add_packs([data_pack("one more", ["z"])])
     liveness.freed(index, ([], []), ([], []))
     assert seen == [(0, 5), (5, 5), (5, 5), (5, 6), (6, 6)]
+
+
+def test_examining_many_packs_asks_for_the_targets_of_all_commits_twice(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", 3)
+    asked: list[str] = []
+
+    @event.listens_for(index._database.engine, "before_cursor_execute")
+    def look(_: Any, __: Any, statement: str, *___: Any) -> None:
+        asked.append(statement)
+
+    for number in range(10):
+        name = f"more {number}"
+        index.add_packs([meta_pack(f"m {name}", {f"root of {name}": []}, commit=commit_row(name))])
+    candidates.examine(index)
+    event.remove(index._database.engine, "before_cursor_execute", look)
+    turns = sum("INSERT INTO unreferenced SELECT l.object_id" in statement for statement in asked)
+    assert turns > 6
+    assert sum("WHERE o.digest = c.root" in statement for statement in asked) == 3  # the first turn, all, the last turn
+
+
+def test_what_is_examined_in_many_turns_is_what_is_examined_in_one(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for entries in (3, 10_000):
+        monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", entries)
+        with Index.open(tmp_path / f"{entries}.sqlite", store_id=STORE) as index:
+            for number in range(12):
+                name = f"n{number}"
+                chunks = [f"{name} {at}" for at in range(3)]
+                commit = commit_row(name) if number % 3 else None
+                index.add_packs([data_pack(f"d {name}", [*chunks, "common"])])
+                index.add_packs([meta_pack(f"m {name}", {f"root of {name}": chunks[:2]}, commit=commit)])
+            candidates.examine(index)
+            with index.reading() as connection:
+                found.append(sorted(connection.exec_driver_sql("SELECT object_id FROM t_suspects").scalars()))
+    assert found[0] == found[1] and len(found[0]) > 10
+
+
+def test_targets_serve_no_longer_once_a_pack_was_dropped(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", 3)
+    targets = index.read(candidates.commit_targets)._replace(numbers=array("q", range(10_000)))  # of numbers given anew
+    index.drop_packs(["m a"])
+    for name in "cdefg":
+        index.add_packs([meta_pack(f"m {name}", {f"root of {name}": []})])
+    while index.write(candidates.examine_some, targets):
+        pass
+    with index.reading() as connection:
+        roots = [digest(f"root of {name}") for name in "cdefg"]
+        found = {found: number for found, number, _ in OBJECTS_BY_ID.rows(connection, roots)}
+        assert set(found.values()) <= set(connection.exec_driver_sql("SELECT object_id FROM t_suspects").scalars())
+        assert len(found) == 5

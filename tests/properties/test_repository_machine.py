@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cas_ckpt import CommitInfo, Repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.storage.url import open_store

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.core.handle import INDEX_PATH
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,

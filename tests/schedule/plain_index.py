@@ -167,7 +167,7 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     meta.write_refs: PlainIndex.set_refs,
     contents.packs_in_parts: PlainIndex.packs_in_parts,
     contents.locate: PlainIndex.locate,
-    contents.count_chunks: PlainIndex.num_chunks,
+    contents.chunks_at_most: PlainIndex.num_chunks,
     contents.chunks_and_packs: PlainIndex.chunks_and_packs,
     contents.chunk_digests: PlainIndex.all_chunk_digests,
     contents.resolve_prefix: PlainIndex.resolve_prefix,

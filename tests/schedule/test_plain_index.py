@@ -37,7 +37,7 @@ def _answers(index: Any, digests: list[bytes], chance: random.Random) -> dict[st
     return alive | {
         "sizes": index.packs(),
         "located": {digest: sorted(places) for digest, places in index.read(contents.locate, digests).items()},
-        "chunks": (index.read(contents.count_chunks), index.read(contents.chunk_digests)),
+        "chunks": index.read(contents.chunk_digests),
         "links": links,
         "prefix": [index.read(contents.resolve_prefix, digest.hex()[:6]) for digest in sorted(links)],
         "in parts": index.read(contents.packs_in_parts),

@@ -21,7 +21,7 @@ from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index import history, key_changes, restores
-from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns

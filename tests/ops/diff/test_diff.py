@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.forgotten import write_forgotten
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, NotFoundError

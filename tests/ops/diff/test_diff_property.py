@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.digest import Digest

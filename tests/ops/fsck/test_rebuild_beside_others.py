@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import live_sets
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError

@@ -12,8 +12,9 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core import handle as repository
 from cas_ckpt.core import publish
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import (
     GC_STATE_KEY,
     GcPhase,

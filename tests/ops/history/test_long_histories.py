@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import NotFoundError

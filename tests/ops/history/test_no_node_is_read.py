@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cas_ckpt import Repository
-from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.state import Container
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.faults import CountingStore

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.core.handle import INDEX_PATH
+from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.errors import InvalidInputError, TooLargeError
 from cas_ckpt.index import meta
 from tests.index.manifest_rows import make_older

@@ -1,0 +1,58 @@
+"""The lock that says that an index in a file is open, for all who open it, in whatever way. Knows nothing of SQL."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cas_ckpt.errors import ConflictError
+
+
+class OpenLock:
+    """Says that a database file is open: a shared lock beside it, until `close` or the end of the process.
+
+    SQLite's log and shared memory are found by name: whoever removes them while a process has the database open, or
+    is about to, leaves two processes with files that do not belong together. So files are removed only by
+    `while_closed`. The kernel ends a lock with its process, so that none goes stale.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        self._fd: int | None = None
+        with suppress(OSError):  # a medium that cannot be written: nobody removes
+            self._fd = _open_lock_file(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """The file may be removed. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+@contextmanager
+def while_closed(path: Path) -> Iterator[None]:
+    """A time in which no process has the database open or opens it; others wait to open it.
+
+    Raises:
+        ConflictError: a process has it open.
+        OSError: the lock cannot be had for another reason.
+    """
+    fd = _open_lock_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConflictError(
+                f"index {path}: a process has it open; end that process, or name another place (no two repositories "
+                "share one file), then try again"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_lock_file(path: Path, flags: int) -> int:
+    return os.open(path.with_name(path.name + ".lock"), flags | os.O_CLOEXEC, 0o666)

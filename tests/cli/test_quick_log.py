@@ -1,0 +1,171 @@
+"""The command line reads a plain log without SQLAlchemy: the same as the whole way, or it says that it cannot."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cas_ckpt import Lineage, Repository, clock
+from cas_ckpt.cli.log import names_of_commits
+from cas_ckpt.core.config import INDEX_PATH
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.ops.history.quick_log import quick_log
+from tests.builders import commit
+from tests.cli.running import ROOT, call, environment
+
+NOON = 1_795_262_400.0
+LINES = ("log", "log --oneline", "log --graph", "log --json", "log -n 3", "log --first-parent -n 9", "log v1", "log b1")
+
+
+def grown(folder: Path, seed: int, *, commits: int = 25, merges: bool = True) -> Path:
+    """A repository with a random history: branches, merges, clocks that go back, tags, pins, forgotten commits."""
+    rng = random.Random(seed)
+    now = [NOON]
+    with clock.fixed(lambda: now[0]), Repository.init(folder, group=None) as repo:
+        handle = repo._handle
+        for number in range(commits):
+            now[0] = NOON + number * 60 - (rng.choice([0, 0, 500]) if merges else 0)
+            heads = repo.branches()
+            branch = rng.choice(["main", "main", "b1", "b2"]) if merges and heads else "main"
+            others = [rng.choice(list(heads))] if merges and len(heads) > 1 and rng.random() < 0.3 else []
+            step = number if rng.random() < 0.7 else None
+            commit(
+                handle, {"w": np.full(4, number, np.float32)}, branch=branch, step=step, message=f"number {number}\n",
+                parents=[other for other in others if other != branch], metrics={"loss": 1.5} if number % 2 else {},
+                meta={"n": number} if merges and number % 5 == 0 else None,
+            )  # fmt: skip
+            if branch == "main" and number < 3:
+                repo.branch("b1", force=number > 0)
+        repo.branch("b2", start="main", force=True)
+        repo.tag("v1", "main~1")
+        repo.pin("main~2", name="paper")
+        heads = {*repo.branches().values(), *repo.tags().values(), repo.log("main")[2].id}
+        plain = [each.id for each in repo.log("main") if each.id not in heads]
+        given_up = [one for one in plain[2:6:2] if one not in {pin.commit for pin in repo.pins()}]
+        if given_up:
+            repo.forget(revisions=given_up)
+    return folder
+
+
+def agree(place: Path, *, limits: Sequence[int | None] = (None, 2, 7)) -> None:
+    """Both ways say the same of every branch and tag."""
+    with Repository.open(place, group=None) as repo:
+        names = names_of_commits(repo)
+        for name in [None, *repo.branches(), *repo.tags()]:
+            for limit in limits:
+                for first_parent in (False, True):
+                    quick = quick_log(str(place), name, limit=limit, first_parent=first_parent)
+                    assert quick is not None
+                    assert quick.commits == repo.log(name or (), limit=limit, first_parent=first_parent)
+                    assert quick.names == names
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_quick_way_and_the_whole_way_say_the_same(tmp_path: Path, seed: int) -> None:
+    agree(grown(tmp_path / "repo", seed, merges=seed > 0))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_command_line_prints_the_same_either_way(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = grown(tmp_path / "repo", 1, commits=8)
+    quick = call("-C", place, *line.split())
+    monkeypatch.setattr("cas_ckpt.cli.log.quick_log", lambda *_, **__: None)
+    assert quick == call("-C", place, *line.split()) and quick.code == 0 and quick.out
+
+
+def lose_the_last_rows(place: Path) -> None:
+    """Somebody commits, and dies before the index hears of it."""
+    kept = place.with_name("kept.sqlite")
+    shutil.copyfile(place / INDEX_PATH, kept)
+    with Repository.open(place, group=None) as repo:
+        commit(repo._handle, {"w": np.zeros(3, np.float32)})
+    shutil.copyfile(kept, place / INDEX_PATH)
+
+
+def run_sql(statement: str) -> Callable[[Path], None]:
+    def run(place: Path) -> None:
+        with closing(sqlite3.connect(place / INDEX_PATH)) as raw, raw:
+            raw.execute(statement)
+
+    return run
+
+
+def restore(place: Path) -> None:
+    with Repository.open(place, group=None) as repo:
+        repo.load("main")
+
+
+def tune(place: Path) -> None:
+    with Repository.open(place, group=None) as repo:
+        repo.commit({"w": np.zeros(3, np.float32)}, lineage=[Lineage("fine-tune-of", "main")])
+
+
+def add_a_remote(place: Path) -> None:
+    with Repository.open(place, group=None) as repo:
+        repo.add_remote("origin", place.with_name("elsewhere"))
+
+
+def damage(name: str | Path) -> Callable[[Path], None]:
+    def run(place: Path) -> None:
+        (place / name).write_bytes(bytes(5000))
+
+    return run
+
+
+UNUSUAL: dict[str, Callable[[Path], None]] = {
+    "the index lacks the head": lose_the_last_rows,
+    "the index is gone": lambda place: (place / INDEX_PATH).unlink(),
+    "the index is damaged": lambda place: ((place / INDEX_PATH).write_bytes(bytes(5000)) and None) or None,
+    "the index is of another store": run_sql("UPDATE t_meta SET value = 'other' WHERE key = 'store_id'"),
+    "the index is of another version": run_sql("UPDATE alembic_version SET version_num = '0003'"),
+    "a parent is not known": run_sql("DELETE FROM t_commits WHERE message LIKE 'number 2%'"),
+    "a row is damaged": run_sql("UPDATE t_commits SET stats = '[1' WHERE message LIKE 'number 2%'"),
+    "a state was restored": restore,
+    "a state was made from another": tune,
+    "there are settings": add_a_remote,
+    "a ref is damaged": lambda place: ((place / "refs/heads/b1.ref").write_bytes(b"x") and None) or None,
+    "the repository is gone": lambda place: (place / "config").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_whatever_is_unusual_is_asked_the_whole_way(name: str, tmp_path: Path) -> None:
+    place = grown(tmp_path / "repo", 3, commits=8, merges=False)
+    with Repository.open(place, group=None) as repo:
+        repo.branch("b1", force=True)
+    assert quick_log(str(place)) is not None
+    UNUSUAL[name](place)
+    assert quick_log(str(place)) is None
+
+
+def test_a_log_of_nothing_a_url_and_what_is_no_name_are_asked_the_whole_way(tmp_path: Path) -> None:
+    place = grown(tmp_path / "repo", 0, commits=8, merges=False)
+    RepositoryHandle.open(place).close()
+    for revision in ("nothing", "main~1", "HEAD", "refs/heads/main"):
+        assert quick_log(str(place), revision) is None
+    assert quick_log(str(place), limit=0) is None and quick_log(place.as_uri()) is None
+    assert quick_log(str(tmp_path / "none")) is None
+
+
+def test_a_plain_log_imports_nothing_heavy(tmp_path: Path) -> None:
+    place = grown(tmp_path / "repo", 0, commits=8, merges=False)
+    lines = [f"-C {place} log", f"-C {place} log -n 2 main", "--version"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.cli.starting", tmp_path], input=json.dumps(lines), cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    for each in json.loads(ran.stdout):
+        assert each["code"] == 0
+        assert not {"sqlalchemy", "numpy", "torch"}.intersection(each["modules"])
