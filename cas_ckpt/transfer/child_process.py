@@ -61,7 +61,15 @@ Note: TypeAlias = Callable[[str, list[Any]], object]
 
 
 class ChildEnded(Exception):
-    """The child is gone, or was ended because it did not go on; says why."""
+    """The child is gone, or was ended because it did not go on; says why.
+
+    Attributes:
+        had_begun: It may have done something of its last work.
+    """
+
+    def __init__(self, message: str, *, had_begun: bool = False) -> None:
+        super().__init__(message)
+        self.had_begun = had_begun
 
 
 class WorkFailed(Exception):
@@ -164,7 +172,7 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours)
         self._said = open(os.memfd_create("cas-ckpt-said"), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
-        self._is_ready = self._is_at_work = False
+        self._is_ready = self._is_at_work = self._has_begun = False
         self._is_ours = True
         keeper = _Keeper(entry, theirs, self._said.fileno())
         try:
@@ -211,9 +219,12 @@ class ChildProcess:
         Raises:
             WorkFailed: the work raised. ChildEnded: the child died, or was stopped for `STOPPED_S` and was ended.
         """
-        self._is_at_work = True
+        self._is_at_work, self._has_begun = True, False
         try:
             return self._work(work, answer, note, pack_error)
+        except ChildEnded as ended:
+            ended.had_begun = self._has_begun
+            raise
         finally:
             if self._is_at_work:
                 self._kill()  # nobody waits any more for what it does
@@ -223,6 +234,8 @@ class ChildProcess:
         unwanted: Exception | None = None
         while True:
             kind, *rest = self._receive()
+            if kind == "begun":
+                self._has_begun = True
             if kind in ("done", "failed"):
                 self._is_at_work = False
             if kind == "done":
@@ -307,8 +320,9 @@ class ChildProcess:
 
     def _kill(self) -> bool:
         """End it at once, also where it is stopped; whether it has ended."""
-        if self._is_ours:
-            self._process.kill()
+        if not self._is_ours:
+            return False
+        self._process.kill()
         return self._ended.wait(END_S)
 
     def close(self) -> None:

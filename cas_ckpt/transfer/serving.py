@@ -97,6 +97,7 @@ class Served:
     def _begin(self, given: Any, work: Work, pack_error: Callable[[BaseException], Any]) -> None:
         """Do a piece of work, in a thread of its own."""
         self._cancelled = False
+        self._send(["begun"])
         try:
             threading.Thread(
                 target=_work, args=(self, given, work, pack_error), name="cas-ckpt-work", daemon=True

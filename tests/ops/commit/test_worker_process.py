@@ -9,7 +9,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.history.show import show_commit
 from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.transfer import child_process
 from cas_ckpt.transfer.peers import Peers, collective_errors
 from tests.builders import new_repository, numbers, same_bytes, state, stored_arrays, tensor
 from tests.committing import new_store, on
@@ -291,8 +291,6 @@ def test_ranks_commit_together_through_their_workers(tmp_path: Path) -> None:
             if peers.rank == 1:
                 assert commits.pid is not None
                 os.kill(commits.pid, signal.SIGKILL)
-                while commits.pid is not None:
-                    time.sleep(0.01)
             items["shared"] = shared
             with collective_errors(peers):
                 last = commits.commit(state(items), CommitRequest(), peers=peers)
@@ -349,7 +347,7 @@ def test_a_worker_that_is_killed_after_any_effect_leaves_the_commit_made_or_not(
     for number in range(1, 40):
         monkeypatch.setattr(worker, "ENTRY", f"{MODULE}:die_after_{number}")
         before = head_of(handle)
-        items = {"w": numbers(300, 300, seed=number), "text": f"{number:3000}"}  # all is new
+        items = {"w": numbers(100, 100, seed=number)}  # all is new
         try:
             made = put(commits, items)
         except WorkerError:
@@ -374,7 +372,7 @@ def test_workers_that_are_killed_at_random_moments_leave_whole_commits(
 ) -> None:
     rng, made = random.Random(1), [put(commits, {"w": numbers(10)})]
     failed = 0
-    for number in range(8):
+    for number in range(5):
         array = numbers(2000, 500, seed=number)
         put(commits, {"w": numbers(10)})
         assert commits.pid is not None
@@ -406,14 +404,26 @@ def test_a_worker_without_memory_reports_it_and_goes_on(commits: CommitWorker, h
     require_whole(handle)
 
 
+def test_a_worker_that_stays_stopped_in_a_commit_is_ended_and_the_error_says_so(
+    commits: CommitWorker, handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = put(commits, {"a": 1})
+    pid = commits.pid
+    assert pid is not None
+    monkeypatch.setattr(child_process, "STOPPED_S", 1.0)
+    with pytest.raises(WorkerError, match=r"not made.*was stopped.*commit again"):
+        put(commits, {"w": numbers(300, 300)}, check=lambda: os.kill(pid, signal.SIGSTOP))
+    assert head_of(handle) == first.id == handle.head.commit
+    put(commits, {"w": numbers(300, 300)})
+    assert commits.pid not in (None, pid)
+
+
 def test_a_worker_that_died_while_nobody_looked_is_replaced(commits: CommitWorker) -> None:
     put(commits, {"a": 1})
     pid = commits.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    while commits.pid is not None:
-        time.sleep(0.01)
-    put(commits, {"a": 2})
+    put(commits, {"a": 2})  # whether or not it is known by now
     assert commits.pid not in (None, pid)
 
 

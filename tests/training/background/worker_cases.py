@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +27,25 @@ def train_until_killed(path: Path) -> None:
         background = repo._background  # the caller wants to know whom it must not find afterwards
         assert background is not None and background._worker is not None
         print(background._worker.pid, flush=True)
+
+
+def wait_in_drain(path: Path) -> None:
+    """Be interrupted, with all of the process group, while a commit is made; and wait for it."""
+    os.setpgid(0, 0)
+    repo = Repository.open(path)
+    state = {str(number): torch.randn(1 << 20) for number in range(8)}
+    repo.commit_async(state, step=0, worker="process").result()
+    for tensor in state.values():
+        tensor.add_(1)
+    pending = repo.commit_async(state, step=1, worker="process")
+    print("drains", flush=True)
+    try:
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    print("drained", repo.drain(), flush=True)
+    pending.result()
+    repo.close()
 
 
 def commits_of_ranks(folder: str) -> list[str]:

@@ -137,6 +137,22 @@ class CommitWorker:
         Raises:
             As `commit_live`. WorkerError: the process died; the commit is not made.
         """
+        given = tree, request, arenas, peers, memory, progress, check
+        try:
+            return self._attempt(*given)
+        except ChildEnded as ended:  # before it began: nothing was done
+            _LOGGER.warning("the worker process had died, or was stopped, before this commit: another one: %s", ended)
+            self._discard()
+        try:
+            return self._attempt(*given)
+        except ChildEnded as ended:
+            return self._after_death(request, None, peers, ended)
+
+    def _attempt(
+        self, tree: Container, request: CommitRequest, arenas: Sequence[Arena], peers: Peers,
+        memory: FrozenMemory | None, progress: Progress, check: Callable[[], object],
+    ) -> CommitInfo:  # fmt: skip
+        """The commit. Raises ChildEnded if the process died before it began with it."""
         child = self._started()
         asked = _Asked(self, child, request, peers, progress, check)
         try:
@@ -149,6 +165,8 @@ class CommitWorker:
             _LOGGER.debug("the worker process %d failed:\n%s", child.pid, packed_traceback(failed.packed))
             raise unpack_error(failed.packed) from None
         except ChildEnded as ended:
+            if not ended.had_begun:
+                raise
             return self._after_death(request, asked.published, peers, ended)
         self._handle.head = unpack_head(head)
         if memory is not None:
