@@ -38,8 +38,8 @@ def wait_in_drain(path: Path) -> None:
     for tensor in state.values():
         tensor.add_(1)
     pending = repo.commit_async(state, step=1, worker="process")
-    print("drains", flush=True)
     try:
+        print("drains", flush=True)
         time.sleep(30)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
