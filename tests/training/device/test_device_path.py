@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from cas_ckpt import Repository, errors
 from cas_ckpt.training.device import trust
@@ -15,6 +17,7 @@ from cas_ckpt.training.device.trust import DeviceHasher, hash_with
 from tests.training.device.hashing import CPU, random_tensor
 from tests.training.device.host_kernels import Launches
 from tests.training.device.paths import counted_reads, hashed_on_device, same_bits
+from tests.training.fake_world import fake_world
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -64,6 +67,18 @@ def test_what_is_unchanged_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
             changed = repo.commit({"matrix": matrix}, message="changed")
         assert len(reads) == 1
         assert same_bits(repo.load(changed.id)["matrix"], matrix)
+
+
+def test_shards_are_hashed_on_their_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+    local = random_tensor(torch.float32, 96, 700)
+    with hashed_on_device(Launches()), fake_world(0, 1), Repository.init("memory://shards") as repo:
+        sharded = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(0)])
+        first = repo.commit({"x": local})
+        repo.commit({"x": sharded})
+        with counted_reads(monkeypatch) as reads:
+            assert repo.commit({"x": sharded}).root == first.root
+        assert reads == []
 
 
 def test_what_is_new_is_named_by_the_bytes_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
