@@ -61,7 +61,8 @@ class StagedSource(ArraySource, Protocol):
     """A source whose bytes are those of one moment, whatever their owner does afterwards.
 
     The save step tells it when it will not read again; a snapshot that does not hold raises there, before anything is
-    published. Other sources lack both names: see `is_private` and `saved`.
+    published. Other sources lack both names (`is_private` and `saved` below ask); those whose `read` gives copies, such
+    as of memory of a device, are private.
     """
 
     @property

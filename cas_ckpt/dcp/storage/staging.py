@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from cas_ckpt.training.capture.tensors import is_kind
+from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool, room_bytes
 
 Storages: TypeAlias = dict[tuple[torch.device, int], torch.UntypedStorage]
@@ -32,7 +33,7 @@ class _Arenas:
     """The arenas of all such copies of this process."""
 
     def __init__(self) -> None:
-        self._pool = StagingPool()
+        self._pool = StagingPool(prepare=pin, dismiss=unpin)
         self._lock = threading.Lock()
         self._taken_bytes = 0
         # Finalizers run wherever memory happens to be freed, also inside of the pool: they only note what is over.

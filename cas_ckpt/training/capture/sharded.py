@@ -118,6 +118,11 @@ class ShardElements:
     item_bytes: int
     owner: torch.Tensor | None = None
 
+    @property
+    def is_private(self) -> bool:
+        """See `StagedSource`."""
+        return all(isinstance(each, CopiedTensor) for each in self.locals)
+
     def read(self, box: Box) -> Array:
         """See `ArraySource`."""
         if not box.num_elements:

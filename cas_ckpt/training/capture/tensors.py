@@ -218,6 +218,11 @@ class CopiedTensor:
 
     tensor: torch.Tensor
 
+    @property
+    def is_private(self) -> bool:
+        """See `StagedSource`: what is read is a copy already."""
+        return True
+
     def read(self, box: Box) -> Array:
         """See `ArraySource`; the answer is the caller's own."""
         with on_own_stream(self.tensor.device):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cas_ckpt import Repository, errors
 from cas_ckpt.training.device import trust
 from cas_ckpt.training.device.trust import DeviceHasher, hash_with
+from cas_ckpt.transfer import save
 from tests.training.device.hashing import CPU, random_tensor
 from tests.training.device.host_kernels import Launches
 from tests.training.device.paths import counted_reads, hashed_on_device, same_bits
@@ -91,6 +92,18 @@ def test_what_is_new_is_named_by_the_bytes_that_are_written(monkeypatch: pytest.
         repo.commit({"x": random_tensor(torch.float32, 9000, seed=1)}, message="second")
         assert not repo.fsck().problems
         assert torch.equal(repo.load("main")["x"].view(torch.int32), random_tensor(torch.int32, 9000, seed=1))
+
+
+def test_what_came_from_a_device_is_hashed_and_written_without_another_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*_: Any) -> Any:
+        raise AssertionError("it was copied once more")
+
+    with hashed_on_device(Launches()), Repository.init("memory://uncopied") as repo:
+        tensor = random_tensor(torch.float32, 500, 700)
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "gather", copied)
+            first = repo.commit({"x": tensor.t()})
+        assert same_bits(repo.load(first.id)["x"], tensor.t())
 
 
 FAULTS = {
