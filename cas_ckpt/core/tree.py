@@ -46,6 +46,7 @@ from cas_ckpt.objects.state import (
     is_order,
     parse_key,
     render_key,
+    render_name,
     walk,
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS
@@ -208,25 +209,26 @@ def _select(container: Container, path: Path, patterns: KeyPatterns) -> Containe
 
 
 def decode_values(
-    tree: Container, *, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool = False, path: Path = ()
+    tree: Container, *, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool = False, prefix: str = ""
 ) -> Container:
     """`tree` with every value decoded; tensors stay as they are.
 
     Args:
         read_value: Key and place of a long value -> its encoded bytes.
-        path: That of `tree` itself.
+        prefix: The key of `tree` itself, and "/"; empty for the whole state.
     """
     from cas_ckpt.objects.values import decode_value
 
     children: dict[Any, Item] = {}
     for name, child in tree.children.items():
-        at = (*path, name)
         if isinstance(child, Container):
-            children[name] = decode_values(child, read_value=read_value, allow_pickle=allow_pickle, path=at)
+            below = f"{prefix}{render_name(name)}/"
+            children[name] = decode_values(child, read_value=read_value, allow_pickle=allow_pickle, prefix=below)
         elif isinstance(child, EncodedValue):
-            children[name] = ValueItem(decode_value(child.data, key=render_key(at), allow_pickle=allow_pickle))
+            key = prefix + render_name(name)
+            children[name] = ValueItem(decode_value(child.data, key=key, allow_pickle=allow_pickle))
         elif isinstance(child, StoredTensor) and child.flavor == Flavor.VALUE:
-            key = render_key(at)
+            key = prefix + render_name(name)
             data = child.inline if child.inline is not None else read_value(key, child)
             children[name] = ValueItem(decode_value(data, key=key, allow_pickle=allow_pickle))
         else:

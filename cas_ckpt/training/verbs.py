@@ -118,6 +118,7 @@ def captured(state: Mapping[str, Any], request: CommitRequest, peers: Peers) -> 
     return tree, request
 
 
+@python_gc_paused()  # until the plan is gone: to search it once would cost a seventh of a checkout of small tensors
 def checkout_state(
     handle: RepositoryHandle,
     revision: Revision,
@@ -161,10 +162,7 @@ def checkout_state(
         handle.refs.packs[Digest(found)] = pack
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
-    with (
-        logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note,
-        python_gc_paused(),
-    ):
+    with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
         plan, unexpected = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
             memory_bytes=memory_bytes, num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic,
@@ -243,6 +241,7 @@ def _restore(
     return plan, unexpected
 
 
+@python_gc_paused()
 def load_state(
     handle: RepositoryHandle,
     revision: Revision,
@@ -273,7 +272,7 @@ def load_state(
         )
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     root = Digest(row.root)
-    with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note, python_gc_paused():
+    with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note:
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)

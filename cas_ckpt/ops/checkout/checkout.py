@@ -185,7 +185,7 @@ def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
         place = box if copy.box is None else box.relative_to(copy.box)
         array = copy.target.open(place)
         target = array if array.dtype == elements.dtype else array.view(elements.dtype)
-        target[...] = elements[box.slices]
+        target[...] = elements if box.sizes == elements.shape else elements[box.slices]
         copy.target.done(place, array)
 
 

@@ -118,12 +118,12 @@ class Written:
     """Memory that a restore writes, and what into it.
 
     Attributes:
-        key: Its name in messages.
+        key: Its name in messages, or its path.
         content: The stored tensor, and its placement or its box; None: something else.
     """
 
     memory: Memory
-    key: str
+    key: str | Path
     content: tuple[StoredTensor, Placement | Box | None] | None
 
 
@@ -136,7 +136,9 @@ def overlap_faults(written: Sequence[Written]) -> list[str]:
             (stored, part), (other_stored, other_part) = one.content, other.content
             if part == other_part and _same_content(stored, other_stored):
                 continue
-        names = " and ".join(sorted((one.key, other.key)))
+        names = " and ".join(
+            sorted(each.key if isinstance(each.key, str) else render_key(each.key) for each in (one, other))
+        )
         faults.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
     return faults
 
@@ -277,7 +279,7 @@ class RestoreDraft:
         if first is mine:
             self.copies.append(TensorCopy(path, stored, target, placement))
             for memory in memories:
-                self._written.append(Written(memory, render_key(path), (stored, placement)))
+                self._written.append(Written(memory, path, (stored, placement)))
         elif not _same_content(first[1], stored):
             names = f"{render_key(first[0])} and {render_key(path)}"
             self.faults.append(
@@ -298,7 +300,7 @@ class RestoreDraft:
         memories = [memory for part in _written_parts(plain) for memory in memory_of_tensor(part)]
         if self._read_only.holds(memories):
             self.faults.append(_read_only_fault(path))
-        self._written += [Written(memory, render_key(path), None) for memory in memories]
+        self._written += [Written(memory, path, None) for memory in memories]
 
         def replace() -> torch.Tensor:
             with torch.no_grad():

@@ -212,6 +212,8 @@ class _Walk:
         draft = self.draft
         if len(path) > MAX_DEPTH:
             return draft.made.builder(item, path)  # which refuses it
+        if type(target) in ATOMS and type(item) is ValueItem and draft.selection.covers(path):
+            return constant(item.value)  # the most frequent case, and nothing of what follows concerns it
         if isinstance(item, Container) and item.kind == RANKS and not is_stateful(target):
             draft.faults.append(_not_per_rank(target, path))
             return lambda: target
