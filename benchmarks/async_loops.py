@@ -1,0 +1,157 @@
+"""What does a training loop lose while a commit runs beside it, made by a thread or by a process?
+
+    python -m benchmarks.async_loops --write     prints, and writes docs/benchmarks/async-loops.md; a minute
+    python -m benchmarks.async_loops             prints only
+
+A loop of one thread runs alone for a while, then beside a commit in the background whose state is staged already; both
+on all cores of the machine, of which the loop needs one. Two loops: one that is Python and nothing else, and one of
+small layers of torch. The commit is that of a state of which everything has changed, with `num_threads` as it is by
+itself; its store is in memory (/dev/shm), so that no disk is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.machine import describe
+from cas_ckpt import Policy, Repository
+
+REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "async-loops.md"
+
+WANTED = 0.05
+"""Share of its steps that a loop may lose beside a worker process; of a thread it is reported."""
+
+
+class PythonLoop:
+    """Python and nothing else, such as a tokenizer or an environment."""
+
+    def step(self) -> None:
+        counts: dict[int, int] = {}
+        for number in range(20_000):
+            counts[number % 97] = counts.get(number % 97, 0) + number
+
+
+class TorchLoop:
+    """Small layers, so that a step is many short operators."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
+        self.optim = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.data = torch.randn(32, 128)
+
+    def step(self) -> None:
+        self.model(self.data).square().mean().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way beside one loop: a figure for each round."""
+
+    loop: str
+    worker: str
+    lost: Sequence[float]
+    rates: Sequence[float]
+
+
+def rate(loop: PythonLoop | TorchLoop, is_over: Callable[[], bool] | None, *, least_s: float = 0.5) -> float:
+    """Steps a second until `is_over`; for `least_s` where nothing else runs."""
+    start, steps = time.perf_counter(), 0
+    while True:
+        loop.step()
+        steps += 1
+        taken = time.perf_counter() - start
+        if is_over() if is_over is not None else taken >= least_s:
+            return steps / taken
+
+
+def measure(folder: Path, name: str, loop: PythonLoop | TorchLoop, worker: str, num_bytes: int, rounds: int) -> Row:
+    state = {str(number): torch.randn(1 << 20) for number in range(num_bytes >> 22)}
+    size = sum(tensor.nbytes for tensor in state.values())
+    lost, rates = [], []
+    with Repository.init(folder / f"{name}-{worker}", group=None) as repo:
+        for number in range(rounds + 1):
+            for tensor in state.values():
+                tensor.add_(1e-3)
+            alone = rate(loop, None)
+            pending = repo.commit_async(state, worker=worker)
+            start = time.perf_counter()
+            beside = rate(loop, pending.done)
+            taken = time.perf_counter() - start
+            pending.result()
+            if number:
+                lost.append(1 - beside / alone)
+                rates.append(size / taken)
+            repo.forget(Policy(keep_last=1), gc=True)
+            repo.gc(min_age_s=0)
+    return Row(name, worker, lost, rates)
+
+
+def page(rows: Sequence[Row], scratch: Path) -> str:
+    machine = describe(scratch)
+    lines = [
+        "# Training loops beside a commit",
+        "",
+        "Written by `python -m benchmarks.async_loops --write`, figures as they came.",
+        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, torch {torch.__version__}; "
+        f"commit {machine['commit']}.",
+        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
+        "",
+        "A loop of one thread, alone and beside a commit whose state is staged already and has changed everywhere; the",
+        "store is in memory. Medians, and all rounds in brackets.",
+        "",
+        "| loop | `worker` | steps lost | wanted | the commit goes on at, GB/s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        lost = statistics.median(row.lost)
+        every = ", ".join(f"{each:.0%}" for each in row.lost)
+        wanted = ("met" if lost <= WANTED else "missed") if row.worker == "process" else ""
+        verdict = f"{WANTED:.0%} {wanted}" if wanted else ""
+        speed = statistics.median(row.rates) / 1e9
+        lines.append(f"| {row.loop} | {row.worker} | {lost:.1%} ({every}) | {verdict} | {speed:.2f} |")
+    lines += ["", "What bounds them, and how to choose: [performance.md](../performance.md#a-worker-process).", ""]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; write the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"))
+    options = parser.parse_args(argv)
+    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-loops-", dir=options.scratch))
+    torch.set_num_threads(1)
+    loops = {"Python": PythonLoop(), "torch, small layers": TorchLoop()}
+    rows = []
+    try:
+        for name, loop in loops.items():
+            for _ in range(30):
+                loop.step()
+            for worker in ("thread", "process"):
+                is_slow = name == "Python" and worker == "thread"  # a commit takes many seconds
+                num_bytes, rounds = (64 << 20, 3) if is_slow else (512 << 20, 5)
+                rows.append(measure(scratch, name, loop, worker, num_bytes, rounds))
+        made = page(rows, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(made)
+    if options.write:
+        REPORT.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
