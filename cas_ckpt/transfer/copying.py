@@ -41,8 +41,10 @@ OWN_PACK_SHARE = 4
 
 MAX_COPY_THREADS = 12
 
-THREAD_BYTES = 25 * 1000**2
-"""What a thread has in memory: a span, a decoded chunk and a part that is being sent."""
+FIXED_BYTES = 20 * 1024 * 1024
+"""What copying takes besides: the database, what is known of the extents, and threads."""
+
+DECODED_BYTES = 4 * 1024 * 1024
 
 Wanted: TypeAlias = tuple[Digest, Location]
 """An extent of a chunk, and where it is stored."""
@@ -192,13 +194,24 @@ def copy_extents(
 
         return work
 
-    most = min(MAX_COPY_THREADS, memory_budget(memory_bytes) // THREAD_BYTES)
+    left = memory_budget(memory_bytes) - FIXED_BYTES - target.abilities.in_flight_bytes
+    most = min(MAX_COPY_THREADS, left // thread_bytes(target))
     try:
         run_all(_spans(units), make_worker, num_threads=max(1, min(num_threads, most)))
     except BaseException:
         packs.abort()
         raise
     return packs.written
+
+
+def thread_bytes(target: Store) -> int:
+    """What a thread has in memory that copies into `target`: a span, a decoded chunk, and a pack that is written."""
+    return SPAN_BYTES + DECODED_BYTES + target.abilities.writer_bytes
+
+
+def least_bytes(target: Store) -> int:
+    """What copying into `target` takes at least."""
+    return FIXED_BYTES + target.abilities.in_flight_bytes + thread_bytes(target)
 
 
 class _OpenPacks:

@@ -61,3 +61,21 @@ def test_what_is_too_little_is_refused_before_anything_is_done_and_says_how_much
             restore(caught.value.least_bytes)
             assert torch.equal(target["w"], state["w"])
             target["w"].zero_()
+
+
+def test_push_and_export_in_too_little_memory_are_refused_and_with_what_they_ask_for_they_work(tmp_path: Path) -> None:
+    Repository.init(tmp_path / "other").close()
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        made = repo.commit({"w": torch.arange(3 << 20, dtype=torch.int32)})
+        for call in (
+            lambda memory_bytes: repo.push(tmp_path / "other", memory_bytes=memory_bytes),
+            lambda memory_bytes: repo.export("main", tmp_path / "w.safetensors", memory_bytes=memory_bytes),
+            lambda memory_bytes: repo.export("main", tmp_path / "dcp", format="dcp", memory_bytes=memory_bytes),
+            lambda memory_bytes: repo.export("main", tmp_path / "w.pt", memory_bytes=memory_bytes),
+        ):
+            with pytest.raises(MemoryBudgetError, match="needs") as caught:
+                call(1000)
+            call(caught.value.least_bytes)
+    with Repository.open(tmp_path / "other") as other:
+        assert other.resolve("main") == made.id
+    assert {path.name for path in tmp_path.iterdir()} == {"repo", "other", "w.safetensors", "dcp", "w.pt"}

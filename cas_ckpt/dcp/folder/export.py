@@ -43,6 +43,7 @@ from cas_ckpt.core.tree import load_tree, select
 from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.dcp.storage.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
@@ -50,7 +51,7 @@ from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, 
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
 from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
-from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands
+from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
 from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import translated
@@ -111,6 +112,7 @@ def export_dcp(
         ConflictError: a checkpoint is there already. CorruptionError, StorageError.
     Nothing is left at `path` then.
     """
+    check_memory(memory_bytes, least_export_bytes(2 * CHUNK_BYTES), "an export as a DCP folder")
     place, digest = FilePath(path), resolve(handle, revision)
     tree = select(load_tree(handle, Digest(commit_of(handle, digest).root)), KeyPatterns(keys))
     content = _collect(handle, tree)

@@ -23,6 +23,7 @@ import numpy as np
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Spec, grid_for
@@ -43,6 +44,7 @@ from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name
 from cas_ckpt.ops.files.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
 from cas_ckpt.progress import SILENT, Progress, phase
+from cas_ckpt.transfer.restore_memory import least_bytes
 
 SUFFIX = ".safetensors"
 DEFAULT_SHARD_BYTES = 5 * 1000**3
@@ -90,8 +92,10 @@ def export_safetensors(
         UnsupportedValueError: an entry that safetensors cannot hold, by its key.
         InvalidInputError: two tensors of one name, a bad limit. NotFoundError: a pattern matches nothing.
         ConflictError: a file exists already. CorruptionError, StorageError.
+        MemoryBudgetError: `memory_bytes` is too little.
     Nothing is left at `path` then.
     """
+    check_memory(memory_bytes, least_export_bytes(STEP_BYTES), "an export")
     place = FilePath(path)
     is_file = place.suffix == SUFFIX
     folder, stem = (place.parent, place.stem) if is_file else (place, "model")
@@ -239,6 +243,11 @@ def bands(spec: Spec, *, step_bytes: int = STEP_BYTES) -> Iterator[Box]:
         for start in range(0, shape[axis], step):
             size = min(step, shape[axis] - start)
             yield Box((*outer, start, *[0] * len(shape[axis + 1 :])), (*[1] * axis, size, *shape[axis + 1 :]))
+
+
+def least_export_bytes(step_bytes: int) -> int:
+    """What an export takes at least that writes so much at a time: this, and what it is read and verified with."""
+    return least_bytes(0, 0) + step_bytes
 
 
 def _row_bytes(spec: Spec, axis: int) -> int:

@@ -35,11 +35,12 @@ from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
 from cas_ckpt.core.signed_branches import check_move
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
+from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
 from cas_ckpt.progress import SILENT, Progress, phase
-from cas_ckpt.transfer.copying import Throttle, copy_extents, plan_copies
+from cas_ckpt.transfer.copying import Throttle, copy_extents, least_bytes, plan_copies
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
 from cas_ckpt.transfer.workers import default_threads
 
@@ -160,9 +161,11 @@ def send(
         SignatureError: a branch there takes signed commits only: before anything was copied.
         ConflictError: a ref is not where it may be moved from: before anything was copied, or because somebody moved
             it meanwhile; then the refs before it in `updates` have moved.
+        MemoryBudgetError: `options.memory_bytes` is too little; before anything was done.
         NotFoundError, CorruptionError: the source lacks something, or holds damaged bytes.
         PermissionDeniedError, StorageError: a store refused. Nothing is lost: send again.
     """
+    check_memory(options.memory_bytes, least_bytes(target.store), f"copying to {target.store.url}")
     if len({update.key for update in updates}) < len(updates):
         raise InvalidInputError("one ref is to be moved twice: name it once")
     with Session(target.store) as session:
