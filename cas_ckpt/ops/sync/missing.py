@@ -30,7 +30,7 @@ from cas_ckpt.index.entries import stored_parts
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node, TensorEntry, decode_commit, decode_tensor, decode_tree
 from cas_ckpt.objects.pack import Location
-from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.patterns import KeyPatterns, compile_pattern
 from cas_ckpt.transfer.copying import Wanted, whole_places
 from cas_ckpt.transfer.pack_writer import NODE_BATCH_BYTES
 
@@ -155,6 +155,7 @@ class Walk:
         self._passed: set[Digest] = set()
         self._keys = keys
         self._wanted: set[Digest] = set()
+        self._unmatched: list[str] | None = None  # nothing was looked for so far
         self._batch, self._commits = Batch(), Batch()
         self._later: list[Digest] = []  # further commits, when those in memory are enough
         self._expected = {*plan.commits, *plan.kept}
@@ -227,14 +228,28 @@ class Walk:
             if digest in self._plan.with_data:
                 level |= {Digest(commit.root), Digest(commit.layout)}
                 if self._keys:
-                    keys = KeyPatterns(self._keys if digest in self._plan.promised else ())
+                    is_promised = digest in self._plan.promised
+                    keys = KeyPatterns(self._keys if is_promised else ())
                     parts = ask(self._source, stored_parts, Digest(commit.root), keys=keys)
+                    if is_promised:
+                        self._note_matches([part.key for part in parts])
                     self._wanted.update(part.node for part in parts if part.node is not None)
         if self._later or self._commits.is_full:
             self._later += compress(commits, map(not_, self._target.known(commits)))
         else:
             self._keep(ObjectKind.COMMIT, found, self._commits)
         return level
+
+    def _note_matches(self, keys: Sequence[str]) -> None:
+        """Patterns that match one of these keys, of tensors that travel, are of use."""
+        waiting = list(self._keys) if self._unmatched is None else self._unmatched
+        compiled = [(pattern, compile_pattern(pattern)) for pattern in waiting]
+        self._unmatched = [pattern for pattern, one in compiled if not any(map(one.fullmatch, keys))]
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Patterns of which no tensor came, of the promised commits that were gone through; none, if none were."""
+        return self._unmatched or []
 
     def _is_there(self, commit: Digest) -> bool:
         return self._target.known([commit])[0]

@@ -19,6 +19,7 @@ gc/state has when the ref is swapped. The source is only read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,8 @@ from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.transfer.copying import Throttle, copy_extents, least_bytes, plan_copies
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
 from cas_ckpt.transfer.workers import default_threads
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 
 class Moved(StrEnum):
@@ -222,12 +225,18 @@ class _Sending:
         new = set(plan.commits) - self.again
         self.report = replace(self.report, num_commits=len(new), num_forgotten=len(new - plan.with_data))
         with phase(self.options.progress, "copying", None):
-            for batch in Walk(self.source, self.target, plan, near=self.near, keys=self.options.keys).batches():
+            walk = Walk(self.source, self.target, plan, near=self.near, keys=self.options.keys)
+            for batch in walk.batches():
                 if self.options.shard is not None:
                     batch = batch.of(self.options.shard)
                 if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run:
                     self._release(batch, tips)
                 self._copy(batch, generation)
+        if walk.unmatched and (self.options.again or not plan.kept or len(walk.unmatched) == len(self.options.keys)):
+            _LOGGER.warning(
+                "no tensor of the commits that came matches the filter %s: their chunks are brought when they are "
+                "read; repo.ls(ref) lists the keys", ", ".join(map(repr, walk.unmatched)),
+            )  # fmt: skip
         if self.options.shard is not None:
             return replace(self.report, refs=(), num_commits=0, num_forgotten=0)
         if not self.options.dry_run:

@@ -335,3 +335,24 @@ def test_a_promisor_whose_packs_have_names_of_ours_lends_none_of_them(tmp_path: 
         assert not handle.elsewhere.lent([Digest(digest)])
         handle.elsewhere._lend(other, {digest: [place]})
         assert handle.elsewhere.lent([Digest(digest)])
+
+
+def test_a_pattern_of_a_filter_that_matches_nothing_is_said_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Repository.init(tmp_path / "there") as there:
+        there.commit(state())
+    with caplog.at_level(logging.WARNING, "cas_ckpt"):
+        Repository.clone(tmp_path / "there", tmp_path / "right", filter=["model/**", "optimizer/m"]).close()
+        assert not caplog.records
+        with Repository.clone(tmp_path / "there", tmp_path / "here", filter=["model/**", "optim/**"]) as here:
+            (record,) = caplog.records
+            assert "matches the filter 'optim/**'" in record.getMessage()
+            caplog.clear()
+            here.fetch(filter="modle/w")
+            assert "matches the filter 'modle/w'" in caplog.records[0].getMessage()
+            caplog.clear()
+            with Repository.open(tmp_path / "there") as there:
+                there.commit({"model": {"w": torch.zeros(3000)}})
+            here.fetch()
+            assert not caplog.records, "this commit has no optimizer, others had none either"
