@@ -73,7 +73,7 @@ def layouts(data: torch.Tensor) -> dict[str, torch.Tensor]:
     narrow = data[: len(data) // 4000 * 4000].view(-1, 4000)
     return {
         "one vector": data,
-        "a wide matrix, cells beside one another": matrix[:8192],
+        "a wide matrix, cells beside one another": data[: rows * 8192].view(8192, rows),
         "rows of 16,000 bytes": narrow,
         "a matrix without its last column (gathered first)": matrix[:, :-1],
         "a matrix transposed (gathered first)": matrix.t(),
@@ -155,7 +155,7 @@ def digest_bytes(state: dict[str, torch.Tensor]) -> int:
 def unchanged(num_bytes: int) -> list[str]:
     state = model(num_bytes)
     size = sum(each.nbytes for each in state.values())
-    with Repository.init("memory://gpu-unchanged") as repo:
+    with Repository.init("memory://gpu-unchanged", encoding="raw") as repo:
         repo.commit(state, message="first")  # nothing is staged for it: it is read live
         repo.commit_async(state, staging_bytes=1 << 30).result()
         pauses, whole, bytes_moved = [], [], []
@@ -280,7 +280,7 @@ def page(num_bytes: int, *, host_only: bool) -> str:
             **host,
             f"Hashing (wanted: {WANTED['hash']:.0f} GB/s)": lambda: hashing(min(HASHED_BYTES, num_bytes)),
             "What is unchanged": lambda: unchanged(num_bytes),
-            "The first commit, and a checkout": lambda: first_commit(min(HASHED_BYTES, num_bytes)),
+            "The first commit, and a checkout": lambda: first_commit(min(HASHED_BYTES // 2, num_bytes)),
         }
     )
     found = [
