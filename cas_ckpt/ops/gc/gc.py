@@ -57,6 +57,7 @@ from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, fore
 from cas_ckpt.ops.gc.repack import Repacker
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
+from cas_ckpt.transfer.workers import map_all
 
 OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
 
@@ -346,9 +347,12 @@ class Collection:
     def fence(self, state: GcState) -> list[Ref]:
         """g5: bring every ref to the new generation; the refs as they were seen then.
 
-        A writer that read its ref before the fence, and gc/state before g4, cannot swap that ref any more.
+        A writer that read its ref before the fence, and gc/state before g4, cannot swap that ref any more. Each ref is
+        swapped by itself, in no order, as many at once as the store answers.
         """
-        return [self.fence_ref(ref, state) for ref in self.read_refs()]
+        return map_all(
+            lambda ref: self.fence_ref(ref, state), self.read_refs(), num_threads=self.handle.num_requests
+        )  # fmt: skip
 
     def fence_ref(self, ref: Ref, state: GcState) -> Ref:
         """Swap one ref to the generation of `state`; again until nobody was faster.

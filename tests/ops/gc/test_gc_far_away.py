@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.packs import read_directory
+from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import resolve
+from cas_ckpt.errors import StorageError
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
-from cas_ckpt.ops.refs import delete_branch
+from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.sources import GAP_BYTES
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.committing import new_store, on
 from tests.far import FarStore
+from tests.remote_store import RemoteStore
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 KEPT = {f"{n:02}, kept": numbers(150, 100, seed=n) for n in range(80)}
@@ -65,3 +71,67 @@ def root_of(store: MemoryStore) -> str:
     handle = on(store)
     handle.sync()
     return commit_of(handle, resolve(handle, "main")).root.hex()
+
+
+class Together(RemoteStore):
+    """A swap of a ref waits until four are under way."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.swapped: list[str] = []
+        self._four = threading.Barrier(4, timeout=30)
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+        if key.startswith("refs/"):
+            self._four.wait()
+            self.swapped.append(key)
+        super().compare_and_swap(key, expected, data)
+
+
+def test_refs_are_fenced_each_by_a_swap_of_its_own_and_several_at_once(store: MemoryStore) -> None:
+    handle = on(store)
+    for number in range(10):
+        create_branch(handle, f"b{number}")
+    far = Together(store)
+    collector = on(far, cache=None)
+    assert collect_garbage(collector, NOW).deleted_packs
+    keys = [key for key, _ in store.list("refs/")]
+    assert sorted(far.swapped) == sorted(keys) and len(keys) == 12
+    generation = read_gc_state(store).generation
+    assert {ref.generation for ref in collector.refs.every()} == {generation}
+
+
+def test_a_ref_that_moves_while_others_are_fenced_is_fenced_where_it_is(store: MemoryStore) -> None:
+    for number in range(10):
+        create_branch(on(store), f"b{number}")
+
+    class Moving(RemoteStore):
+        moved = False
+
+        def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+            if key.endswith("b5.ref") and not self.moved:
+                self.moved = True
+                create_branch(on(store), "b5", start="main", force=True)
+            super().compare_and_swap(key, expected, data)
+
+    collector = on(Moving(store), cache=None)
+    collect_garbage(collector, NOW)
+    assert {ref.generation for ref in collector.refs.every()} == {read_gc_state(store).generation}
+    assert all(same_bytes(stored_arrays(collector, root_of(store))[name], array) for name, array in KEPT.items())
+
+
+def test_an_error_while_refs_are_fenced_ends_the_collection_with_nothing_deleted(store: MemoryStore) -> None:
+    create_branch(on(store), "b")
+    before = [key for key, _ in store.list("packs/")]
+
+    class Failing(RemoteStore):
+        def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+            if key.endswith("main.ref"):
+                raise StorageError("the network is down")
+            super().compare_and_swap(key, expected, data)
+
+    with pytest.raises(StorageError, match="the network is down"):
+        collect_garbage(on(Failing(store), cache=None), NOW)
+    assert set(before) <= {key for key, _ in store.list("packs/")}
+    assert read_gc_state(store).phase == GcPhase.CONDEMNED
+    assert collect_garbage(on(store), NOW).took_over == GcPhase.CONDEMNED.value
