@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import candidates, history, liveness, usage
+from cas_ckpt.index import candidates, contents, history, liveness, usage
 from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.filters import AxisBound, CommitFilter
 from cas_ckpt.index.index import Index
@@ -166,3 +166,9 @@ def test_targets_serve_no_longer_once_a_pack_was_dropped(index: Index, monkeypat
         found = {found: number for found, number, _ in OBJECTS_BY_ID.rows(connection, roots)}
         assert set(found.values()) <= set(connection.exec_driver_sql("SELECT object_id FROM t_suspects").scalars())
         assert len(found) == 5
+
+
+def test_a_handle_counts_chunks_without_reading_objects(index: Index) -> None:
+    with _scans(index) as found:
+        assert index.read(contents.chunks_at_most) >= 11
+    assert found == []
