@@ -11,6 +11,7 @@ from itertools import pairwise
 from sqlalchemy import Column, Table
 
 from cas_ckpt.index import schema as code
+from cas_ckpt.index.rows import REVISIONS
 
 REFERENCES = {
     ("t_locations", "object_id"): "t_objects.object_id",
@@ -108,7 +109,7 @@ def schema() -> str:
     """The part of docs/index.md."""
     remembered = {table.name for table in code.REMEMBERED}
     parts = [
-        f"Revision {code.REVISIONS[-1]} of the schema.",
+        f"Revision {REVISIONS[-1]} of the schema.",
         diagram(),
         "| table | kept by a rebuild | holds |\n| --- | --- | --- |",
     ]

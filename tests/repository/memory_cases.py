@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cas_ckpt import Repository
+from cas_ckpt.storage.probe import NO_TOKEN
+from cas_ckpt.transfer import scatter
 
 ROWS = 6007
 """Of a tensor of 4,096 columns: of 98 MB, no rank's part of which ends where a cell ends."""
@@ -90,7 +92,10 @@ def many_small_tensors(folder: str) -> Peaks:
 
 
 def sharded(folder: str, memory_bytes: int) -> Peaks:
-    """Every rank has a part of each tensor, and nearly every cell straddles two; then other parts are restored."""
+    """Every rank has a part of each tensor, and nearly every cell straddles two; then other parts are restored.
+
+    First from the page cache that the ranks share, then as if they had none, by messages.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (size,))
     parts = {f"w{number}": torch.zeros(ROWS, 4096) for number in range(2)}
@@ -110,6 +115,8 @@ def sharded(folder: str, memory_bytes: int) -> Peaks:
         repo.commit({"w": torch.zeros(1000)})
         peaks = {"commit": peak_of(lambda: repo.commit(state, branch="main", create=True, orphan=True, **options))}
         peaks["checkout"] = peak_of(lambda: repo.checkout("main", into=other, **options))
+        scatter.cache_token = lambda store: NO_TOKEN
+        peaks["messages"] = peak_of(lambda: repo.checkout("main", into=other, **options))
     for name, part in parts.items():
         assert torch.equal(other[name].full_tensor().view(torch.int32), part.view(torch.int32))
     return peaks
