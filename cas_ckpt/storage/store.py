@@ -490,13 +490,23 @@ def translated(error: OSError, doing: str, where: str) -> CkptError:
     return StorageError(f"{doing} {where}: {why} ({errno.errorcode.get(code or 0, code)})")
 
 
-@contextmanager
-def reading(key: str) -> Iterator[None]:
+class reading:  # noqa: N801 - a function for those who use it; as a generator it took longer than a call of the system
     """Translate every OSError of the block; a file that is not there is a key that is not there."""
-    try:
-        yield
-    except OSError as error:
-        raise (missing(key) if error.errno in _MISSING else translated(error, "reading", key)) from error
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError):
+            found = missing(self._key) if error.errno in _MISSING else translated(error, "reading", self._key)
+            raise found from error
 
 
 @contextmanager

@@ -58,6 +58,7 @@ from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls
+from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -227,6 +228,8 @@ def _restore(
         if keys is None:  # a part of a state does not say where the whole came from
             handle.head = UNKNOWN_HEAD
 
+    if num_neighbours > 1:  # they share the cores
+        num_threads = thread_count(num_threads, most=default_threads() // num_neighbours)
     budget_bytes = restore_budget(memory_bytes, copies, num_ranks=num_neighbours)
     with naming_forgotten(handle, root):
         num_bytes = fetch_on_ranks(

@@ -227,6 +227,9 @@ def verify_chunks(
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
     """The chunks in order, each announced to the store `LOOKAHEAD` chunks before its turn, unless it is in memory."""
     there = packs_in_memory(store, chunks) if bytes_to_read(chunks) >= WORTH_PROBING_BYTES else ()
+    if all(chunk.places[0].pack in there for chunk in chunks):
+        yield from chunks
+        return
     for at, chunk in enumerate(chunks):
         first = at + LOOKAHEAD if at else 0
         for ahead in chunks[first : at + LOOKAHEAD + 1]:
