@@ -42,6 +42,14 @@ class CasCkptFrozen(CasCkpt):
     frozen = True
 
 
+class CasCkptOnePass(CasCkpt):
+    """The same with checkouts that verify each byte where it is put (`atomic=False`)."""
+
+    def load(self, state: State) -> None:
+        """Checks the head of main out into `state`, in one pass."""
+        self.repo.checkout("main", into=state.parts, atomic=False)
+
+
 def touch_cells(state: State, share: float, seed: int) -> tuple[int, int]:
     """Change one element in `share` of all cells of the canonical grid, spread at random.
 

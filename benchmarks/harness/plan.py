@@ -65,7 +65,12 @@ _SAVE_AND_LOADS = ("save", *_LOADS)
 
 _CHAINS = (
     Chain("raw", "limit", _steps(5, "limits"), copies=0),
-    Chain(GPT, "cas_ckpt", _steps(5, *_SAVE_AND_LOADS) + _steps(3, "recommit"), copies=1.2),
+    Chain(
+        GPT,
+        "cas_ckpt",
+        _steps(5, *_SAVE_AND_LOADS) + _steps(5, *_LOADS, peer="cas_ckpt-one-pass") + _steps(3, "recommit"),
+        copies=1.2,
+    ),
     Chain(GPT, "torch", _steps(5, "save") + _steps(5, *_LOADS, peer="torch-mmap") + _steps(1, *_LOADS)),
     Chain(GPT, "dcp", _steps(5, *_SAVE_AND_LOADS), copies=1.1),
     Chain(GPT, "torchsnapshot", _steps(5, "save") + _steps(1, *_LOADS), copies=3),
@@ -83,9 +88,9 @@ _CHAINS = (
     Chain("frozen-90", "cas_ckpt", _steps(1, "second")),
     Chain("frozen-90", "cas_ckpt-frozen", _steps(1, "second")),
     Chain("frozen-90", "dcp", _steps(1, "second")),
-    Chain("small-100k", "cas_ckpt", _steps(5, "save", "count", "one-entry")),
-    Chain("small-100k", "torch", _steps(1, "save")),
-    Chain("small-100k", "dcp", _steps(1, "save", "count")),
+    Chain("small-100k", "cas_ckpt", _steps(5, "save", "load-warm", "count", "one-entry")),
+    Chain("small-100k", "torch", _steps(1, "save", "load-warm")),
+    Chain("small-100k", "dcp", _steps(1, "save", "load-warm", "count")),
     Chain("small-100k", "torchsnapshot", _steps(1, "save", "count")),
     Chain("small-100k", "moonclip", _steps(1, "save")),
     Chain("small-100k", "torch_checkpointing", _steps(1, "save")),

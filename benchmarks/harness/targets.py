@@ -114,7 +114,14 @@ class Judge:
         return [
             self._faster("checkout in place, cold", cold, self._key("torch-mmap", "load-cold"), 1.0),
             self._faster("checkout in place, cold", cold, self._key("dcp", "load-cold"), 1.0),
-            self._share_of_hash("checkout in place, warm", warm, 0.75),
+            self._share_of_hash("checkout in place, warm", warm, 0.5),
+            self._share_of_hash("checkout in one pass, warm", self._key(f"{OURS}-one-pass", "load-warm"), 0.65),
+            self._faster(
+                "checkout in one pass, cold",
+                self._key(f"{OURS}-one-pass", "load-cold"),
+                self._key("torch-mmap", "load-cold"),
+                1.0,
+            ),
             self._faster("checkout in place, warm", warm, self._key("dcp", "load-warm"), 1.5),
         ]
 
@@ -138,6 +145,7 @@ class Judge:
         save, count, one = (self._key(OURS, name, "small-100k") for name in ("save", "count", "one-entry"))
         return [
             self._below(f"{text}: commit", save, "seconds", 10, _s),
+            self._below(f"{text}: checkout", self._key(OURS, "load-warm", "small-100k"), "seconds", 1.5, _s),
             self._below(f"{text}: open and list", count, "seconds", 1, _s),
             self._below(f"{text}: one changed entry, written", one, "wchar", 64 << 10, _kib),
         ]
