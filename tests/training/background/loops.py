@@ -15,10 +15,10 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(60, 70)
-        self.norm = torch.nn.BatchNorm1d(70)
-        self.second = torch.nn.Linear(70, 60)
-        self.third = torch.nn.Linear(70, 60)
+        self.first = torch.nn.Linear(60, 270)
+        self.norm = torch.nn.BatchNorm1d(270)  # buffers that are too large to be stored in the tree
+        self.second = torch.nn.Linear(270, 60)
+        self.third = torch.nn.Linear(270, 60)
         self.third.weight = self.second.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
