@@ -28,11 +28,11 @@ import torch
 from cas_ckpt.errors import StateChangedError
 from cas_ckpt.training.capture.tensors import Array, host_bits
 
-NUM_SAMPLES = 16
+NUM_SAMPLES = 4
 """Elements of a tensor that are kept, at least: of a tensor that changed everywhere, one would do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take longer to make, and thousands are made at a call
 class _Sample:
     """Some elements of a tensor on the host, `first`, `first + step` and so on, as they were at the call."""
 
@@ -42,17 +42,17 @@ class _Sample:
     elements: Array
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, random: Random) -> _Sample:
-        """Elements at a random place and then at equal distances."""
+    def of(cls, tensor: torch.Tensor, share: float) -> _Sample:
+        """Elements at equal distances; the first one is after this share of such a distance."""
         step = max(1, tensor.numel() // NUM_SAMPLES)
-        first = random.randrange(step)
+        first = int(share * step)
         return cls(tensor, first, step, host_bits(tensor).reshape(-1)[first::step].copy())
 
     def is_unchanged(self) -> bool:
         return bool(np.array_equal(host_bits(self.tensor).reshape(-1)[self.first :: self.step], self.elements))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Watched:
     """A tensor as it was at the call.
 
@@ -103,7 +103,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._tensors: list[Watched] = []
-        self._random = Random()  # its own: a commit must not move anybody's random state
+        self._share = Random().random()  # a generator of its own: a commit must not move anybody's random state
         self._lock = threading.Lock()
         self._is_settled = False
         self._error: StateChangedError | None = None
@@ -119,7 +119,7 @@ class Watch:
             tuple((tensor, tensor._version) for tensor in counting),
             tuple((storage, storage.nbytes()) for storage in storages),
             tuple(
-                _Sample.of(tensor, self._random)
+                _Sample.of(tensor, self._share)
                 for tensor in tensors
                 if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel()
             ),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.objects.nodes import INLINE_BYTES
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
@@ -43,7 +44,8 @@ def stage_later(
         may_begin: Called when the commit may begin; the commit waits for that.
         num_threads: They copy what is staged now.
     """
-    later = _watched(snapshot, TrainedMemory(state))
+    with python_gc_paused():
+        later = _watched(snapshot, TrainedMemory(state))
     now = [each for each in snapshot.tensors if each.watched is None]
     large = [each for each in now if each.num_bytes > INLINE_BYTES]
     room = sum(arena.left_bytes for arena in snapshot.arenas)

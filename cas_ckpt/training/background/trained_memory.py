@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from cas_ckpt.training.capture.tensors import is_kind
+from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, is_kind
 from cas_ckpt.training.optimizers import NamedOptimizer
 from cas_ckpt.training.stateful import NamedModule, found_in
 
@@ -44,14 +44,19 @@ class TrainedMemory:
             return
         module = found.module if isinstance(found, NamedModule) else found
         for part in module.modules():
-            changed = list(part._buffers.values())
-            if getattr(part, "max_norm", None) is not None:
-                changed += part._parameters.values()
-            for tensor in _tensors_in(changed):
-                for local in _locals_of(tensor):
-                    self._changed_by_forward.add(local.untyped_storage().data_ptr())
-            for tensor in _tensors_in(list(part._parameters.values())):
-                self._add_tensor(tensor)
+            for buffer in part._buffers.values():
+                self._add_changed(buffer)
+            is_rescaled = getattr(part, "max_norm", None) is not None
+            for param in part._parameters.values():
+                if is_rescaled:
+                    self._add_changed(param)
+                elif param is not None:
+                    self._add_tensor(param)
+
+    def _add_changed(self, tensor: torch.Tensor | None) -> None:
+        """A forward may change it."""
+        for local in () if tensor is None else _locals_of(tensor):
+            self._changed_by_forward.add(local.untyped_storage().data_ptr())
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         counting = _locals_of(tensor)
@@ -60,7 +65,8 @@ class TrainedMemory:
         for local in counting:
             place = _place_of(local)
             counted = counting if local is tensor else (tensor, *counting)
-            self._live[place] = (*self._live.get(place, ()), *counted)
+            before = self._live.get(place)
+            self._live[place] = counted if before is None else (*before, *counted)
 
     def counting(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The live tensors whose version counters count every change of the memory of `tensor`; none: copy it now.
@@ -68,9 +74,8 @@ class TrainedMemory:
         Args:
             tensor: Strided, of the base class, as a capture has it: of a divided one, the local part.
         """
-        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._changed_by_forward:
-            return ()
-        return self._live.get(_place_of(tensor), ())
+        found = self._live.get(_place_of(tensor), ())
+        return () if found and tensor.untyped_storage().data_ptr() in self._changed_by_forward else found
 
 
 def _place_of(tensor: torch.Tensor) -> Place:
@@ -79,6 +84,8 @@ def _place_of(tensor: torch.Tensor) -> Place:
 
 def _locals_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The strided tensors that hold its elements here: itself, or its local parts; none that has no memory."""
+    if type(tensor) in PLAIN_TENSORS:
+        return (tensor,) if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested else ()
     if is_kind(tensor, "DTensor"):
         divided: Any = tensor
         found = (divided._local_tensor,)

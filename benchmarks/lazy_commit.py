@@ -1,0 +1,223 @@
+"""What does a training loop feel of `commit_async(snapshot="lazy")`?
+
+    python -m benchmarks.lazy_commit --write     everything, and docs/benchmarks/lazy-commit.md; two minutes or so
+    python -m benchmarks.lazy_commit --quick     fewer rounds; prints only
+
+The pause: how long the call takes until it returns, beside a plain copy of the same tensors into memory that was
+touched before, `dst.copy_(src)` tensor by tensor, with as many threads as torch has. Between the rounds a step changes
+every tensor, and the commit is waited for, outside of what is measured.
+
+The steps: a training loop of one thread with one core left over. How much longer its next steps take, the hook's wait
+among them, when a lazy commit of its own model and optimizer was begun before them; the pause of the call is not
+counted. Once up to where everything is staged, and once up to the end of the commit, which hashes and writes beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness.machine import describe
+from cas_ckpt import Policy, Repository
+from cas_ckpt.training.background.step_hook import hold_steps, let_steps
+
+REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "lazy-commit.md"
+
+WANTED_PAUSE = 0.05
+"""Most that the call may take of a plain copy."""
+
+WANTED_LONGER = 0.02
+"""Most that the steps around it may be longer."""
+
+
+class Training:
+    """Layers with AdamW."""
+
+    def __init__(self, num_layers: int, width: int, num_rows: int) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(width, width) for _ in range(num_layers)]
+        self.model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(width))
+        self.optim = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.data = torch.randn(num_rows, width)
+        self.state = {"model": self.model, "optim": self.optim}
+
+    def step(self) -> float:
+        """Seconds that it took."""
+        start = time.perf_counter()
+        self.model(self.data).square().mean().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+        return time.perf_counter() - start
+
+    def tensors(self) -> list[torch.Tensor]:
+        kept = [value for values in self.optim.state.values() for value in values.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *kept]
+
+
+def measure_pauses(folder: Path, rounds: int) -> tuple[list[float], list[float], list[float], int, int]:
+    """Seconds of the plain copy, of the lazy call, and of it until all was staged; bytes and tensors of the state."""
+    training = Training(20, 2048, 8)
+    training.step()
+    copies = [tensor.detach().clone() for tensor in training.tensors()]
+    plain, calls, staged = list[float](), list[float](), list[float]()
+    with Repository.init(folder / "pause", group=None) as repo:
+        for number in range(rounds + 1):
+            training.step()
+            start = time.perf_counter()
+            for copy, tensor in zip(copies, training.tensors(), strict=True):
+                copy.copy_(tensor.detach())
+            plain.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            pending = repo.commit_async(training.state, step=number, snapshot="lazy")
+            calls.append(time.perf_counter() - start)
+            pending.wait_staged()
+            staged.append(time.perf_counter() - start)
+            pending.result()
+            forget(repo)
+    return plain[1:], calls[1:], staged[1:], sum(copy.nbytes for copy in copies), len(copies)
+
+
+def measure_steps(
+    folder: Path, rounds: int, num_steps: int
+) -> tuple[list[float], list[float], list[float], list[float], int]:
+    """Of each round: how much longer the steps up to the end of staging were, and up to the end of the commit.
+
+    And the seconds of a step alone, how much longer a step was beside a bare thread that copied the same bytes, and
+    the bytes of the state.
+    """
+    training = Training(24, 1024, 192)
+    for _ in range(3):
+        training.step()
+    first, all_of_them, alone_s, bare = list[float](), list[float](), list[float](), list[float]()
+    views = [tensor.detach().numpy() for tensor in training.tensors()]
+    copies = [view.copy() for view in views]
+    with Repository.init(folder / "steps", group=None) as repo:
+        for number in range(rounds + 1):
+            before = [training.step() for _ in range(num_steps)]
+            pending = repo.commit_async(training.state, step=number, snapshot="lazy", num_threads=1)
+            beside = [training.step() for _ in range(num_steps)]
+            pending.result()
+            after = [training.step() for _ in range(num_steps)]
+            copier = threading.Thread(target=lambda: [np.copyto(*pair) for pair in zip(copies, views, strict=True)])
+            copier.start()
+            beside_bare = training.step()
+            copier.join()
+            alone = [*before, *after]
+            if number:
+                first.append(beside[0] / statistics.median(alone) - 1)
+                all_of_them.append(sum(beside) / (sum(alone) / 2) - 1)
+                bare.append(beside_bare / statistics.median(alone) - 1)
+                alone_s.append(statistics.median(alone))
+            forget(repo)
+    return first, all_of_them, alone_s, bare, sum(tensor.nbytes for tensor in training.tensors())
+
+
+def measure_hook(num_steps: int = 20_000) -> tuple[float, float]:
+    """Seconds of a step of one small parameter before the hook was ever registered, and after, when nothing waits."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    optim = torch.optim.SGD([param], lr=0.0)
+
+    def steps_s() -> float:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            optim.step()
+        return (time.perf_counter() - start) / num_steps
+
+    steps_s()
+    before = min(steps_s() for _ in range(3))
+    hold_steps(steps_s)  # type: ignore[arg-type]
+    let_steps(steps_s)  # type: ignore[arg-type]
+    return before, min(steps_s() for _ in range(3))
+
+
+def forget(repo: Repository) -> None:
+    """Let the disk not fill up with what was measured."""
+    repo.forget(Policy(keep_last=1), gc=True)
+    repo.gc(min_age_s=0)
+
+
+def page(pauses: Any, steps: Any, hook: tuple[float, float], scratch: Path) -> str:
+    machine = describe(scratch)
+    plain, calls, staged, num_bytes, num_tensors = pauses
+    first, all_of_them, alone_s, bare, loop_bytes = steps
+    middle = statistics.median
+    ratio = middle([ours / copy for ours, copy in zip(calls, plain, strict=True)])
+    longer = middle(first)
+    return "\n".join([
+        "# Lazy snapshots",
+        "",
+        "Written by `python -m benchmarks.lazy_commit --write`, figures as they came.",
+        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
+        f"commit {machine['commit']}.",
+        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
+        "",
+        "## The pause",
+        "",
+        f"20 layers with AdamW, {num_bytes / 1e9:.2f} GB in {num_tensors} tensors, everything changed; medians of "
+        f"{len(plain)} rounds.",
+        "",
+        "| | s | of the plain copy | wanted |",
+        "| --- | --- | --- | --- |",
+        f"| plain copy into warm memory | {middle(plain):.3f} | 1.00 | |",
+        f"| `commit_async(snapshot=\"lazy\")` | {middle(calls):.4f} | {ratio:.3f} | {verdict(ratio, WANTED_PAUSE)} |",
+        f"| until everything is staged, nothing else running | {middle(staged):.3f} | "
+        f"{middle(staged) / middle(plain):.2f} | |",
+        "",
+        "## Steps around it",
+        "",
+        f"24 layers with AdamW, {loop_bytes / 1e6:.0f} MB, one thread, one core left over, "
+        f"`num_threads=1`; a step alone takes {middle(alone_s):.3f} s; medians of {len(first)} rounds.",
+        "",
+        "| | longer | wanted |",
+        "| --- | --- | --- |",
+        f"| the step during which the state is staged | {longer:.1%} | {verdict(longer, WANTED_LONGER)} |",
+        f"| a step beside a bare thread that copies the same bytes | {middle(bare):.1%} | |",
+        f"| all steps until the commit is made | {middle(all_of_them):.1%} | |",
+        "",
+        f"The hook, when nothing waits: {(hook[1] - hook[0]) * 1e9:.0f} ns of each step of an optimizer.",
+        "",
+        "What bounds them, and how to choose: [performance.md](../performance.md#the-pause-of-a-commit).",
+        "",
+    ])  # fmt: skip
+
+
+def verdict(found: float, wanted: float) -> str:
+    return f"{wanted:.2f} {'met' if found <= wanted else 'missed'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; write the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
+    options = parser.parse_args(argv)
+    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-lazy-", dir=options.scratch))
+    try:
+        hook = measure_hook()
+        pauses = measure_pauses(scratch, 3 if options.quick else 7)
+        torch.set_num_threads(1)
+        steps = measure_steps(scratch, 3 if options.quick else 7, 3)
+        made = page(pauses, steps, hook, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(made)
+    if options.write:
+        REPORT.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
