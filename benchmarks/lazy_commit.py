@@ -187,7 +187,7 @@ def page(pauses: Any, steps: Any, hook: tuple[float, float], scratch: Path) -> s
         "",
         "| | longer | wanted |",
         "| --- | --- | --- |",
-        f"| the step during which the state is staged, the commit after it | {longer:.1%} | {verdict(longer, WANTED_LONGER)} |",
+        f"| a step while the state is staged, the commit after it | {longer:.1%} | {verdict(longer, WANTED_LONGER)} |",
         f"| a step beside a bare thread that copies the same bytes | {middle(bare):.1%} | |",
         f"| three steps, the commit made beside them | {middle(all_of_them):.1%} | |",
         "",
