@@ -23,8 +23,7 @@ from cas_ckpt.core.packs import pack_batches, read_directory
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import integrity, meta, pending
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.schema import REVISIONS
+from cas_ckpt.index.rows import REVISIONS, PackRecord
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index

@@ -27,7 +27,8 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import postgres
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.index.schema import REVISIONS, VERSION_TABLE
+from cas_ckpt.index.rows import REVISIONS
+from cas_ckpt.index.schema import VERSION_TABLE
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url

@@ -15,7 +15,8 @@ from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.index import views
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.replacing import Change, beside, replace_rows
-from cas_ckpt.index.schema import REVISIONS, VIEWS_VERSION
+from cas_ckpt.index.rows import REVISIONS
+from cas_ckpt.index.schema import VIEWS_VERSION
 from tests.index.building import STORE, commit_pack
 from tests.index.manifest_rows import make_older
 from tests.index.views_suite import COLUMNS, ask, rows
