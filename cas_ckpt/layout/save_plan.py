@@ -24,13 +24,13 @@ from cas_ckpt.layout.grid import LeafMap, LeafPiece, Touch, leaf_map, touches
 from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
-BATCH_BYTES = 48 * 1024 * 1024
-"""Bytes of straddling cells per rank that are under way at once, at most."""
+BATCH_BYTES = 16 * 1024 * 1024
+"""Bytes of straddling cells per rank in a batch, at most; three batches are under way at once."""
 
 LEAST_BATCH_BYTES = 4 * 1024 * 1024
-COPIES = 6
+COPIES = 8
 """What a batch takes at its worst, in its own bytes: pieces that go out and come in, twice each while they are joined,
-leaves, and what these became when they were encoded."""
+leaves of three batches, and what those of one became when they were encoded."""
 
 
 _Part = tuple[Box, tuple[int, ...]]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, filterfalse
 from operator import not_
@@ -25,19 +24,11 @@ from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import ArraySource, is_private
 from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.buffers import Buffers, aligned
 from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.save_memory import BATCH_BYTES, SPARE_BUFFERS
+from cas_ckpt.transfer.save_memory import BATCH_BYTES
 from cas_ckpt.transfer.workers import run_all
-
-KEPT_BUFFERS = 12
-"""Buffers of `BATCH_BYTES` that a process keeps for its next commit: new memory costs more than the copy into it."""
-
-ALIGNED_BYTES = 64
-"""Where cells begin in a buffer: at multiples of the largest item, and of a line of the processor's cache."""
-
-
-_kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
 
 
 @dataclass(slots=True)
@@ -64,7 +55,7 @@ class TensorWork:
 
     def __post_init__(self) -> None:
         self.item_bytes = self.spec.item_bytes
-        self.room = -(-math.prod(self.grid.cell) * self.item_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self.room = aligned(math.prod(self.grid.cell) * self.item_bytes)
 
 
 Unit: TypeAlias = tuple[TensorWork, range]
@@ -73,11 +64,16 @@ Unit: TypeAlias = tuple[TensorWork, range]
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One cell to be saved: where its bytes come from and how many they are."""
+    """One cell to be saved: where its bytes come from and how many they are.
+
+    Attributes:
+        leaves: What was hashed of bytes that nobody changes any more.
+    """
 
     work: TensorWork
     number: int
     num_bytes: int
+    leaves: list[Digest] | None = None
 
 
 class Claims:
@@ -121,29 +117,6 @@ class Claims:
             self._missing.update(compress(asked, map(not_, self._known(asked))))
 
 
-class _Buffers:
-    """A bounded set of buffers, made when first needed; those of the usual size outlive the commit."""
-
-    def __init__(self, count: int) -> None:
-        self._free = threading.Semaphore(count)
-
-    def take(self, num_bytes: int) -> Array:
-        """A buffer of at least `num_bytes`; waits while all are in use."""
-        self._free.acquire()
-        if num_bytes > BATCH_BYTES:
-            return np.empty(num_bytes, np.uint8)
-        try:
-            return _kept.pop()
-        except IndexError:
-            return np.empty(BATCH_BYTES, np.uint8)
-
-    def give(self, buffer: Array) -> None:
-        """Take `buffer` back; nobody may look at it any more."""
-        if len(buffer) == BATCH_BYTES:
-            _kept.append(buffer)
-        self._free.release()
-
-
 def save_tensors(
     works: Iterable[TensorWork],
     sink: ChunkSink,
@@ -153,7 +126,7 @@ def save_tensors(
     num_threads: int,
     expect_new: bool,
     progress: Progress,
-    num_buffers: int | None = None,
+    buffers: Buffers,
     on_saved: Callable[[TensorWork], object] | None = None,
 ) -> None:
     """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
@@ -161,12 +134,11 @@ def save_tensors(
     Args:
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
-        num_buffers: Batches that are copied and not written yet, at most (save_memory.py); at least two.
+        buffers: For copies; those that the sink has still to write are in use when this returns.
         on_saved: Told of every work once, by some thread, when none of its cells is read any more.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
-    buffers = _Buffers(num_threads + SPARE_BUFFERS if num_buffers is None else num_buffers)
     left = None if on_saved is None else _Left(on_saved)
     make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new, left)
     batches = _batches(works if left is None else left.counted(works))
@@ -251,7 +223,7 @@ class _BatchSaver:
     """
 
     def __init__(
-        self, sink: ChunkSink, claims: Claims, buffers: _Buffers, policy: codec.EncodingPolicy,
+        self, sink: ChunkSink, claims: Claims, buffers: Buffers, policy: codec.EncodingPolicy,
         progress: Progress, expect_new: bool, left: _Left | None,
     ) -> None:  # fmt: skip
         self._left = left
@@ -292,35 +264,39 @@ class _BatchSaver:
     def _hash_in_place(self, batch: list[Unit], cells: list[_Cell]) -> list[_Cell]:
         """Name the chunks; those cells whose chunks are not stored."""
         leaves: list[list[Digest]] = []
+        private: list[bool] = []
         for work, group in batch:
+            private += [is_private(work.source)] * len(group)  # asked before it is read
             leaves += self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
         ids = []
         for cell, digests in zip(cells, leaves, strict=True):
             digest = cell.work.chunks[cell.number] = chunk_id(cell.num_bytes, digests)
             ids.append(digest)
-        return list(map(cells.__getitem__, self._claims.unknown(ids)))
+        return [replace(cells[at], leaves=leaves[at]) if private[at] else cells[at] for at in self._claims.unknown(ids)]
 
     def _copy_and_write(self, run: list[_Cell]) -> int:
-        """Copy cells that fit one buffer, hash the copies, and write those that nobody has; how many those are."""
+        """Copy cells that fit one buffer, hash the copies, and write those that nobody has; how many those are.
+
+        What nobody changes any more needs no copy, nor to be hashed again.
+        """
         room = 0
         for cell in run:
             room += cell.work.room
-        buffer = self._buffers.take(room)
+        space = _Space(self._buffers, room)
         try:
-            ids, copies, at = [], [], 0
+            ids, copies = [], []
             for cell in run:
                 work = cell.work
-                is_ours = is_private(work.source)  # asked first: what is private now is so for good
+                stays = is_private(work.source)  # asked first: what is private now is so for good
                 array = as_raw(work.source.read(work.grid.box(cell.number)), work.item_bytes)
-                if is_ours and array.flags.c_contiguous:
+                if stays and array.flags.c_contiguous:
                     data = array.reshape(-1).view(np.uint8).data
                 else:
-                    data = gather(array, buffer[at:])
-                leaves = leaf_digests(data, work.grid.leaf_bytes)
+                    data = gather(array, space.take(work.room))
+                leaves = cell.leaves if cell.leaves is not None else leaf_digests(data, work.grid.leaf_bytes)
                 digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
                 ids.append(digest)
                 copies.append((work, data, leaves))
-                at += work.room
             chunks = []
             for digest, (work, data, leaves), is_new in zip(ids, copies, self._claims.claim_all(ids), strict=True):
                 if is_new:
@@ -330,7 +306,30 @@ class _BatchSaver:
                         EncodedChunk(digest, len(data), leaf_bytes, leaves, encoded.encoding, encoded.payload)
                     )
         except BaseException:
-            self._buffers.give(buffer)
+            space.release()
             raise
-        self._sink.put(*chunks, release=partial(self._buffers.give, buffer))
+        self._sink.put(*chunks, release=space.release)
         return len(chunks)
+
+
+class _Space:
+    """Room for cells in one buffer, which is taken when the first of them needs it."""
+
+    def __init__(self, buffers: Buffers, num_bytes: int) -> None:
+        self._buffers = buffers
+        self._num_bytes = num_bytes
+        self._buffer: Array | None = None
+        self._at = 0
+
+    def take(self, num_bytes: int) -> Array:
+        """The next `num_bytes` of the buffer, and what is behind them."""
+        if self._buffer is None:
+            self._buffer = self._buffers.take(self._num_bytes)
+        start, self._at = self._at, self._at + num_bytes
+        return self._buffer[start:]
+
+    def release(self) -> None:
+        """Give the buffer back, if there is one."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._buffers.give(buffer)

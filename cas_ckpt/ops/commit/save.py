@@ -32,6 +32,7 @@ from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory, Hashed
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.naming import named_in_place
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
@@ -226,16 +227,17 @@ def save_chunks(
         handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat, num_writers=room.num_writers
     )
     claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
+    buffers = Buffers(room.num_buffers)
     progress.start("hashing", num_bytes)
     try:
         expect_new = not handle.holds_chunks()
         save_tensors(
             works if expect_new else named_in_place(works, claims, progress), sink, claims=claims, policy=policy,
-            num_threads=room.num_threads, num_buffers=room.num_buffers, expect_new=expect_new, progress=progress,
+            num_threads=room.num_threads, buffers=buffers, expect_new=expect_new, progress=progress,
             on_saved=partial(_saved, straddling),
         )  # fmt: skip
         if straddling is not None:
-            straddling.run(sink, claims, policy)
+            straddling.run(sink, claims, policy, buffers)
         return sink.finish()
     except BaseException:
         sink.abort()

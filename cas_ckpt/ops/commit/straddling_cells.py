@@ -5,14 +5,18 @@
     3. the digests go to the cell's home, which names the chunk and asks whether it is known
     4. the home tells the owners; of a new chunk each writes its own leaves as extents
 
+Ranks wait for one another once a batch: one message brings the pieces of a batch, the digests of the batch before it
+and the verdicts on the one before that. So three batches are under way, and the disk writes while others are hashed.
+
 Collective. Invariant: all ranks walk the cells of a batch in one order, so messages need no
-addresses; what is written is the copy that was hashed. Memory is bounded by the batch.
+addresses; what is written is the copy that was hashed. Memory is bounded by the batch and by the buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +29,7 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import saved
 from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.buffers import Buffers, aligned
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
 from cas_ckpt.transfer.peers import Peers
@@ -36,12 +41,22 @@ _KNOWN, _NEW = b"\0", b"\1"
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive leaves of one cell that this rank owns, copied and hashed."""
+    """Consecutive leaves of one cell that this rank owns, copied and hashed.
+
+    Attributes:
+        space: Bytes of all leaves of the cell that this rank owns, one after the other; the run's begin at `start`.
+    """
 
     first: int
     count: int
-    data: Array
+    space: Array
+    start: int
+    num_bytes: int
     digests: list[Digest] = field(default_factory=list)
+
+    @property
+    def data(self) -> Array:
+        return self.space[self.start : self.start + self.num_bytes]
 
 
 @dataclass(slots=True)
@@ -52,6 +67,7 @@ class _Cell:
     work: TensorWork
     runs: list[_Run] = field(default_factory=list)
     leaves: list[Digest] = field(default_factory=list)
+    buffer: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +77,14 @@ class _Cell:
         """(start, stop) of the elements of a run of leaves in the cell."""
         leaf_items = self.work.grid.leaf_bytes // self.work.item_bytes
         return first * leaf_items, min((first + count) * leaf_items, self.plan.box.num_elements)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Cells that are under way together, and the buffers with this rank's leaves of them."""
+
+    cells: Sequence[_Cell] = ()
+    buffers: list[Array] = field(default_factory=list)
 
 
 class StraddlingSaver:
@@ -87,41 +111,41 @@ class StraddlingSaver:
         """Whether cells of this tensor straddle ranks, so that it is read until `run` has returned."""
         return id(work) in self._straddling
 
-    def run(self, sink: ChunkSink, claims: Claims, policy: codec.EncodingPolicy) -> None:
+    def run(self, sink: ChunkSink, claims: Claims, policy: codec.EncodingPolicy, buffers: Buffers) -> None:
         """Save all batches. Collective; raises what went wrong here, or PeerError.
 
         Args:
             claims: Decides whether a chunk of which this rank is the home has to be written.
+            buffers: For this rank's leaves, until they are written.
         """
-        for batch in range(self._plan.num_batches):
-            found = self._plan.straddling_cells(self._peers.rank, batch)
-            cells = [_Cell(each, self._works[each.tensor]) for each in found]
-            pieces = self._exchange(self._pieces_out(cells))
-            self._hash(cells, pieces)
-            digests = self._exchange(self._digests_out(cells))
-            self._name(cells, digests)
-            verdicts = self._exchange(self._verdicts_out(cells, claims))
-            self._write(cells, verdicts, sink, policy)
+        count = self._plan.num_batches
+        named, hashed = _Batch(), _Batch()
+        for number in range(count + 2 if count else 0):
+            new = _Batch()
+            if number < count:
+                found = self._plan.straddling_cells(self._peers.rank, number)
+                new.cells = [_Cell(each, self._works[each.tensor]) for each in found]
+            # Verdicts come first: what the disk has to write it gets before more is hashed.
+            messages = self._verdicts_out(named.cells, claims)
+            self._add_digests(hashed.cells, messages)
+            self._add_pieces(new.cells, messages)
+            received = [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]
+            self._write(named, received, sink, policy, buffers)
+            self._name(hashed.cells, received)
+            self._hash(new, received, buffers, held=len(hashed.buffers))
+            named, hashed = hashed, new
         for work in self._straddling.values():
             saved(work.source)
 
-    def _exchange(self, messages: list[list[Buffer]]) -> list[_Cursor]:
-        return [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]
-
-    def _empty(self) -> list[list[Buffer]]:
-        return [[] for _ in range(self._peers.size)]
-
     # --- 1: pieces ------------------------------------------------------------------------
 
-    def _pieces_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
-        messages = self._empty()
+    def _add_pieces(self, cells: Sequence[_Cell], messages: list[list[Buffer]]) -> None:
         for cell in cells:
             for leaf, pieces in cell.plan.pieces.items():
                 owner = cell.plan.owner(leaf)
                 for piece in pieces:
                     if cell.plan.ranks[piece.part] == self._peers.rank != owner:
                         messages[owner].append(_read(cell, piece.box).tobytes())
-        return messages
 
     def _assembled(self, cell: _Cell, leaf: int, received: Sequence[_Cursor], out: Array) -> None:
         """Put a straddling leaf together from own pieces and from what the others sent."""
@@ -138,17 +162,35 @@ class StraddlingSaver:
 
     # --- 2: hashing -----------------------------------------------------------------------
 
-    def _hash(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
-        for cell in cells:
-            for first, count in self._runs(cell):
-                start, stop = cell.items(first, count)
-                cell.runs.append(_Run(first, count, np.empty(stop - start, raw_dtype(cell.work.item_bytes))))
-            for run in cell.runs:
-                if run.first in cell.plan.pieces:
-                    self._assembled(cell, run.first, received, run.data)
+    def _hash(self, batch: _Batch, received: Sequence[_Cursor], buffers: Buffers, *, held: int) -> None:
+        """Copy and hash this rank's leaves.
+
+        Args:
+            held: Buffers of other batches that are given back only after this.
+        """
+        at = 0
+        for cell in batch.cells:
+            runs = list(self._runs(cell))
+            items = [cell.items(first, count) for first, count in runs]
+            lengths = [(stop - start) * cell.work.item_bytes for start, stop in items]
+            room = aligned(sum(lengths))
+            if not room:
+                continue
+            if not batch.buffers or at + room > len(batch.buffers[-1]):
+                batch.buffers.append(buffers.take(room, held=held + len(batch.buffers)))
+                at = 0
+            space, at = batch.buffers[-1][at : at + room], at + room
+            cell.buffer, start = len(batch.buffers) - 1, 0
+            for (first, count), num_bytes in zip(runs, lengths, strict=True):
+                run = _Run(first, count, space, start, num_bytes)
+                start += num_bytes
+                cell.runs.append(run)
+                if first in cell.plan.pieces:
+                    self._assembled(cell, first, received, run.data.view(raw_dtype(cell.work.item_bytes)))
         run_all(
-            [(cell, run) for cell in cells for run in cell.runs], lambda: self._hash_run, num_threads=self._num_threads
-        )
+            [(cell, run) for cell in batch.cells for run in cell.runs], lambda: self._hash_run,
+            num_threads=self._num_threads,
+        )  # fmt: skip
 
     def _runs(self, cell: _Cell) -> Iterator[tuple[int, int]]:
         """(first, count) of leaves of one part that this rank owns; straddling leaves come alone."""
@@ -167,18 +209,16 @@ class StraddlingSaver:
     def _hash_run(self, at: tuple[_Cell, _Run]) -> None:
         cell, run = at
         if run.first not in cell.plan.pieces:
-            for band, view in _bands(cell, run.first, run.count, run.data):
+            for band, view in _bands(cell, run.first, run.count, run.data.view(raw_dtype(cell.work.item_bytes))):
                 np.copyto(view, _read(cell, band))
-        run.digests = leaf_digests(run.data.view(np.uint8).data, cell.work.grid.leaf_bytes)
-        self._progress.advance(run.data.nbytes)
+        run.digests = leaf_digests(run.data.data, cell.work.grid.leaf_bytes)
+        self._progress.advance(run.num_bytes)
 
     # --- 3: names -------------------------------------------------------------------------
 
-    def _digests_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
-        messages = self._empty()
+    def _add_digests(self, cells: Sequence[_Cell], messages: list[list[Buffer]]) -> None:
         for cell in cells:
             messages[cell.plan.home].extend(digest for run in cell.runs for digest in run.digests)
-        return messages
 
     def _name(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
         for cell in cells:
@@ -192,7 +232,7 @@ class StraddlingSaver:
             self.named[cell.plan.tensor, cell.plan.cell] = chunk_id(cell.num_bytes, cell.leaves)
 
     def _verdicts_out(self, cells: Sequence[_Cell], claims: Claims) -> list[list[Buffer]]:
-        messages = self._empty()
+        messages: list[list[Buffer]] = [[] for _ in range(self._peers.size)]
         own = [cell for cell in cells if cell.plan.home == self._peers.rank]
         claimed = claims.claim_all([self.named[cell.plan.tensor, cell.plan.cell] for cell in own])
         for cell, is_new in zip(own, claimed, strict=True):
@@ -204,10 +244,12 @@ class StraddlingSaver:
     # --- 4: writing -----------------------------------------------------------------------
 
     def _write(
-        self, cells: Sequence[_Cell], received: Sequence[_Cursor], sink: ChunkSink, policy: codec.EncodingPolicy
-    ) -> None:
-        for cell in cells:
-            if not cell.runs:
+        self, batch: _Batch, received: Sequence[_Cursor], sink: ChunkSink, policy: codec.EncodingPolicy,
+        buffers: Buffers,
+    ) -> None:  # fmt: skip
+        found: list[list[EncodedChunk]] = [[] for _ in batch.buffers]
+        for cell in batch.cells:
+            if cell.buffer is None:
                 continue  # it has a part, but owns no leaf
             verdict = received[cell.plan.home]
             if verdict.take(1) == _KNOWN:
@@ -216,13 +258,14 @@ class StraddlingSaver:
             joined = bytes(verdict.take(num_leaves * DIGEST_BYTES))
             starts = range(0, len(joined), DIGEST_BYTES)
             leaves = [Digest(joined[start : start + DIGEST_BYTES]) for start in starts]
-            for run in _joined(cell.runs):
-                sink.put(self._encoded(cell, run, leaves, policy))
+            found[cell.buffer] += [self._encoded(cell, run, leaves, policy) for run in _joined(cell.runs)]
+        for buffer, chunks in zip(batch.buffers, found, strict=True):
+            sink.put(*chunks, release=partial(buffers.give, buffer))
 
     def _encoded(self, cell: _Cell, run: _Run, leaves: list[Digest], policy: codec.EncodingPolicy) -> EncodedChunk:
         if leaves[run.first : run.first + run.count] != run.digests:
             raise InternalError(f"rank {cell.plan.home} named a chunk of {cell.work.spec} by leaves that were not sent")
-        encoded = codec.encode_extent(run.data.view(np.uint8).data, policy=policy, item_bytes=cell.work.item_bytes)
+        encoded = codec.encode_extent(run.data.data, policy=policy, item_bytes=cell.work.item_bytes)
         return EncodedChunk(
             chunk_id(cell.num_bytes, leaves), cell.num_bytes, cell.work.grid.leaf_bytes, leaves, encoded.encoding,
             encoded.payload, leaves=(run.first, run.count),
@@ -272,8 +315,6 @@ def _joined(runs: Sequence[_Run]) -> Iterator[_Run]:
 
 
 def _join(runs: Sequence[_Run]) -> _Run:
-    if len(runs) == 1:
-        return runs[0]
-    data = np.concatenate([run.data for run in runs])
-    digests = [digest for run in runs for digest in run.digests]
-    return _Run(runs[0].first, sum(run.count for run in runs), data, digests)
+    first, digests = runs[0], [digest for run in runs for digest in run.digests]
+    num_bytes = sum(run.num_bytes for run in runs)  # they lie one behind the other
+    return _Run(first.first, sum(run.count for run in runs), first.space, first.start, num_bytes, digests)

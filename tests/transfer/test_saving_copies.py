@@ -1,0 +1,126 @@
+"""What a save copies, and the memory that it copies into."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.objects.spec import Spec, grid_for
+from cas_ckpt.progress import SILENT
+from cas_ckpt.transfer import buffers as module
+from cas_ckpt.transfer.buffers import Buffers
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
+from cas_ckpt.transfer.save_memory import BATCH_BYTES
+from tests.builders import ArrayMemory, numbers
+
+
+class Private(ArrayMemory):
+    """Memory that belongs to the commit alone."""
+
+    is_private = True
+
+
+class Kept(ChunkSink):
+    """Keeps what it is handed; gives buffers back when it is told to."""
+
+    def __init__(self) -> None:
+        self.chunks: list[EncodedChunk] = []
+        self.releases: list[Any] = []
+
+    def put(self, *chunks: EncodedChunk, release: Any = None) -> None:
+        self.chunks += chunks
+        self.releases.append(release)
+
+
+def saved(source: ArrayMemory, *, expect_new: bool) -> tuple[Kept, TensorWork]:
+    spec = Spec("float32", source.array.shape)
+    work, sink = TensorWork(spec, grid_for(spec), source), Kept()
+    save_tensors(
+        [work], sink, claims=Claims(lambda ids: [False] * len(ids)), policy=codec.EncodingPolicy.RAW, num_threads=1,
+        buffers=Buffers(8), expect_new=expect_new, progress=SILENT,
+    )  # fmt: skip
+    return sink, work
+
+
+def inside(chunk: EncodedChunk, array: np.ndarray[Any, Any]) -> bool:
+    return bool(np.shares_memory(np.frombuffer(chunk.payload, np.uint8), array))
+
+
+@pytest.mark.parametrize("expect_new", [False, True])
+def test_memory_that_nobody_changes_is_written_where_it_is_and_live_memory_is_copied(expect_new: bool) -> None:
+    array = numbers(3000, 700)
+    own, work = saved(Private(array), expect_new=expect_new)
+    live, other = saved(ArrayMemory(array), expect_new=expect_new)
+    assert [chunk.digest for chunk in own.chunks] == [chunk.digest for chunk in live.chunks] == work.chunks
+    assert other.chunks == work.chunks
+    assert all(inside(chunk, array) for chunk in own.chunks)
+    assert not any(inside(chunk, array) for chunk in live.chunks)
+
+
+def test_private_cells_that_do_not_lie_in_one_piece_are_gathered() -> None:
+    array = numbers(1024, 4096)
+    own, work = saved(Private(array), expect_new=False)
+    assert len(own.chunks) == work.grid.num_cells > 1
+    for number, chunk in enumerate(own.chunks):
+        data = np.ascontiguousarray(array[work.grid.box(number).slices]).reshape(-1).view(np.uint8).data
+        assert bytes(chunk.payload) == bytes(data)
+        assert chunk.digest == chunk_id(len(data), leaf_digests(data, work.grid.leaf_bytes))
+        assert not inside(chunk, array)
+
+
+def test_memory_that_nobody_changes_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cas_ckpt.transfer import hashing, save
+
+    hashed: list[int] = []
+
+    def counted(data: memoryview, leaf_bytes: int) -> Any:
+        hashed.append(len(data))
+        return leaf_digests(data, leaf_bytes)
+
+    monkeypatch.setattr(hashing, "leaf_digests", counted)
+    monkeypatch.setattr(save, "leaf_digests", counted)
+    array = numbers(3000, 700)
+    saved(Private(array), expect_new=False)
+    assert sum(hashed) == array.nbytes
+
+
+def test_buffers_are_used_again_by_the_next_commit() -> None:
+    first = Buffers(2)
+    taken = first.take()
+    first.give(taken)
+    assert Buffers(2).take() is taken
+    assert len(taken) == BATCH_BYTES
+    assert module.KEPT_BUFFERS * BATCH_BYTES < 64 << 20
+
+
+def test_who_holds_all_buffers_waits_for_none_and_others_wait_for_what_is_given_back() -> None:
+    buffers = Buffers(2)
+    held = [buffers.take(held=0)]
+    held.append(buffers.take(held=1))
+    held.append(buffers.take(held=2))  # nobody else could give one back
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(buffers.take()))
+    waiting.start()
+    for buffer in held[:2]:
+        assert not found
+        buffers.give(buffer)
+    waiting.join(20)
+    assert len(found) == 1
+
+
+def test_who_must_have_a_buffer_waits_while_others_have_more_than_one() -> None:
+    buffers = Buffers(3)
+    others = [buffers.take(), buffers.take()]
+    own = [buffers.take(held=0)]
+    waiting = threading.Thread(target=lambda: own.append(buffers.take(held=1)))
+    waiting.start()
+    assert len(own) == 1
+    buffers.give(others.pop())
+    waiting.join(20)
+    assert len(own) == 2, "the other one may wait in the sink for the next chunks"
