@@ -6,7 +6,8 @@
 A loop of one thread runs alone for a while, then beside a commit in the background whose state is staged already; both
 on all cores of the machine, of which the loop needs one. Two loops: one that is Python and nothing else, and one of
 small layers of torch. The commit is that of a state of which everything has changed, with `num_threads` as it is by
-itself; its store is in memory (/dev/shm), so that no disk is waited for.
+itself; its store is in memory (/dev/shm), so that no disk is waited for. Beside that, each loop runs next to a process
+that does nothing but copy memory, at the worker's niceness.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +28,7 @@ import torch
 
 from benchmarks.harness.machine import describe
 from cas_ckpt import Policy, Repository
+from cas_ckpt.ops.commit.process.worker import NICENESS
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "async-loops.md"
 
@@ -99,6 +103,23 @@ def measure(folder: Path, name: str, loop: PythonLoop | TorchLoop, worker: str, 
     return Row(name, worker, lost, rates)
 
 
+def measure_beside_copies(name: str, loop: PythonLoop | TorchLoop, rounds: int) -> Row:
+    """The loop beside a process of the worker's niceness that only copies memory: what two programs share anyway."""
+    program = (
+        f"import os, numpy as np; os.nice({NICENESS}); a = np.ones(32 << 20, np.uint8); b = a.copy()\n"
+        "print(flush=True)\nwhile True: np.copyto(a, b); np.copyto(b, a)"
+    )
+    lost = []
+    for _ in range(rounds):
+        alone = rate(loop, None)
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            lost.append(1 - rate(loop, None) / alone)
+            other.kill()
+    return Row(name, "(a process that copies memory)", lost, [])
+
+
 def page(rows: Sequence[Row], scratch: Path) -> str:
     machine = describe(scratch)
     lines = [
@@ -120,8 +141,8 @@ def page(rows: Sequence[Row], scratch: Path) -> str:
         every = ", ".join(f"{each:.0%}" for each in row.lost)
         wanted = ("met" if lost <= WANTED else "missed") if row.worker == "process" else ""
         verdict = f"{WANTED:.0%} {wanted}" if wanted else ""
-        speed = statistics.median(row.rates) / 1e9
-        lines.append(f"| {row.loop} | {row.worker} | {lost:.1%} ({every}) | {verdict} | {speed:.2f} |")
+        speed = f"{statistics.median(row.rates) / 1e9:.2f}" if row.rates else ""
+        lines.append(f"| {row.loop} | {row.worker} | {lost:.1%} ({every}) | {verdict} | {speed} |")
     lines += ["", "What bounds them, and how to choose: [performance.md](../performance.md#a-worker-process).", ""]
     return "\n".join(lines)
 
@@ -144,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 is_slow = name == "Python" and worker == "thread"  # a commit takes many seconds
                 num_bytes, rounds = (64 << 20, 3) if is_slow else (512 << 20, 5)
                 rows.append(measure(scratch, name, loop, worker, num_bytes, rounds))
+            rows.append(measure_beside_copies(name, loop, 5))
         made = page(rows, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
