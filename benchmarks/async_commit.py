@@ -31,7 +31,11 @@ from cas_ckpt import Repository
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "async-commit.md"
 
-WAYS: Mapping[str, Mapping[str, Any]] = {"copy, thread": {}}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "copy, thread": {},
+    "copy, process": {"worker": "process"},
+    "lazy, thread": {"snapshot": "lazy"},
+}
 """What is measured: arguments of `commit_async`, by a name."""
 
 WANTED_PAUSE = {"copy": 1.3, "lazy": 0.05}
@@ -42,20 +46,25 @@ WANTED_SLOWDOWN = {"process": 0.05}
 
 
 def gpt(num_bytes: int) -> dict[str, Any]:
-    """Weights and the two moments of AdamW of a GPT whose blocks come to about so many bytes together."""
+    """A GPT's blocks and AdamW, whose weights and two moments come to about so many bytes together."""
     width = 768
     blocks = max(1, num_bytes // (3 * 12 * width * width * 4))
-    shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
-    made: dict[str, Any] = {}
-    for part in ("model", "exp_avg", "exp_avg_sq"):
-        made[part] = {
-            f"block.{at}.{name}": torch.randn(shape) for at in range(blocks) for name, shape in shapes.items()
-        } | {f"block.{at}.norm": torch.randn(width) for at in range(blocks)}
-    return made
+    layers = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    model = torch.nn.ModuleList(
+        torch.nn.Sequential(*(torch.nn.Linear(*sizes) for sizes in layers), torch.nn.LayerNorm(width))
+        for _ in range(blocks)
+    )
+    optim = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        moments = {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optim.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    return {"model": model, "optim": optim}
 
 
 def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [tensor for part in state.values() for tensor in part.values()]
+    """Weights and moments, in the order of the state."""
+    moments = [each for kept in state["optim"].state.values() for each in kept.values()]
+    return [parameter.detach() for parameter in state["model"].parameters()] + moments
 
 
 @dataclass(slots=True)
@@ -91,7 +100,6 @@ def measure_pauses(folder: Path, num_bytes: int, rounds: int) -> tuple[Pauses, i
             else:
                 pending = repos[name].commit_async(state, step=number, **WAYS[name])
                 found.ways.setdefault(name, []).append(time.perf_counter() - start)
-                pending.wait_staged()
                 pending.result()
                 found.ends.setdefault(name, []).append(time.perf_counter() - start)
         forget_all_but_one(plain, *repos.values())
