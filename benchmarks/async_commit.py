@@ -1,6 +1,6 @@
 """What does a training loop feel of a commit in the background?
 
-    python -m benchmarks.async_commit --write     everything, and docs/benchmarks/async-commit.md; five minutes or so
+    python -m benchmarks.async_commit --write     everything, and docs/benchmarks/async-commit.md; a minute or so
     python -m benchmarks.async_commit --quick     a smaller state and fewer rounds; prints only
 
 The pause: how long `commit_async` takes until it returns, beside a plain copy of the same state into memory that was
@@ -227,14 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args(argv)
     scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-async-", dir=options.scratch))
-    num_bytes, rounds = (300 << 20, 4) if options.quick else (1000 << 20, 9)
+    num_bytes, rounds = (300 << 20, 4) if options.quick else (700 << 20, 5)
     try:
         pauses, total, slow = Pauses([1.0], {}, {}, [1.0]), 0, dict[str, list[float]]()
         if options.only != "slowdown":
             pauses, total = measure_pauses(scratch, num_bytes, rounds)
         torch.set_num_threads(1)
         if options.only != "pause":
-            slow = measure_slowdown(scratch, num_bytes // 2, rounds)
+            slow = measure_slowdown(scratch, num_bytes // 2, 3)
         made = page(pauses, total, slow, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
