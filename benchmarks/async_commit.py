@@ -7,8 +7,7 @@ The pause: how long `commit_async` takes until it returns, beside a plain copy o
 touched before, `dst.copy_(src)` tensor by tensor, with as many threads as torch has. All ways take turns within a
 round; between them every tensor changes, and the pending commit is waited for, outside of what is measured.
 
-The slowdown: a training loop of one thread, small layers on the processor, with one core left over: how many steps it
-makes while commits run one after another in the background, of a state of its own, beside how many without.
+What a training loop feels afterwards: benchmarks/async_loops.py.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 WANTED_PAUSE = {"copy": 1.3, "lazy": 0.05}
 """Most that the pause may be of a plain copy, by `snapshot`."""
-
-WANTED_SLOWDOWN = {"process": 0.05}
-"""Most that a loop may lose beside a running commit, by `worker`; of others it is reported."""
 
 
 def gpt(num_bytes: int) -> dict[str, Any]:
@@ -119,60 +115,11 @@ def forget_all_but_one(*repos: Repository) -> None:
         repo.gc(min_age_s=0)
 
 
-class Loop:
-    """A training loop that needs one core: small layers, so that Python's part of a step counts."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
-        self.optim = torch.optim.AdamW(self.model.parameters(), foreach=False)
-        self.data = torch.randn(32, 128)
-
-    def step(self) -> None:
-        self.model(self.data).square().mean().backward()
-        self.optim.step()
-        self.optim.zero_grad()
-
-
-def measure_slowdown(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """By way: share of its steps that the loop loses while commits run, one for each round."""
-    state, loop = gpt(num_bytes), Loop()
-    tensors = tensors_of(state)
-    for _ in range(50):
-        loop.step()
-    found: dict[str, list[float]] = {}
-    for name, options in WAYS.items():
-        with Repository.init(folder / f"slow-{len(found)}", group=None) as repo:
-            for number in range(rounds + 1):
-                for tensor in tensors:
-                    tensor.add_(1e-3)
-                alone = rate(loop, None)
-                pending = repo.commit_async(state, step=number, num_threads=1, **options)
-                pending.wait_staged()
-                beside = rate(loop, pending.done)
-                pending.result()
-                if number:
-                    found.setdefault(name, []).append(1 - beside / alone)
-                forget_all_but_one(repo)
-    return found
-
-
-def rate(loop: Loop, is_over: Callable[[], bool] | None, *, least_s: float = 0.5) -> float:
-    """Steps a second until `is_over`; for `least_s` where nothing else runs."""
-    start, steps = time.perf_counter(), 0
-    while True:
-        loop.step()
-        steps += 1
-        taken = time.perf_counter() - start
-        if is_over() if is_over is not None else taken >= least_s:
-            return steps / taken
-
-
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def page(pauses: Pauses, num_bytes: int, slow: Mapping[str, Sequence[float]], scratch: Path) -> str:
+def page(pauses: Pauses, num_bytes: int, scratch: Path) -> str:
     machine = describe(scratch)
     copy_s = median(pauses.copy)
     lines = [
@@ -202,19 +149,10 @@ def page(pauses: Pauses, num_bytes: int, slow: Mapping[str, Sequence[float]], sc
         lines.append(f"| `commit_async`: {name} | {median(times):.3f} | {ratio:.2f} | {verdict} | {end_s:.2f} |")
     lines += [
         "",
-        "## A training loop beside a running commit",
+        "What a training loop feels afterwards: [async-loops.md](async-loops.md). What bounds them, and how to choose:",
+        "[performance.md](../performance.md#the-pause-of-a-commit).",
         "",
-        "Steps that a loop of one thread loses while a commit runs with `num_threads=1`, on two cores: medians.",
-        "",
-        "| `commit_async` | steps lost | wanted |",
-        "| --- | --- | --- |",
     ]
-    for name, shares in slow.items():
-        most = WANTED_SLOWDOWN.get(WAYS[name].get("worker", "thread"))
-        lost = median(shares)
-        verdict = "" if most is None else f"{most:.0%} {'met' if lost <= most else 'missed'}"
-        lines.append(f"| {name} | {lost:.1%} | {verdict} |")
-    lines += ["", "What bounds them, and how to choose: [performance.md](../performance.md#the-pause-of-a-commit).", ""]
     return "\n".join(lines)
 
 
@@ -223,19 +161,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("pause", "slowdown"))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args(argv)
     scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-async-", dir=options.scratch))
     num_bytes, rounds = (300 << 20, 4) if options.quick else (700 << 20, 5)
     try:
-        pauses, total, slow = Pauses([1.0], {}, {}, [1.0]), 0, dict[str, list[float]]()
-        if options.only != "slowdown":
-            pauses, total = measure_pauses(scratch, num_bytes, rounds)
-        torch.set_num_threads(1)
-        if options.only != "pause":
-            slow = measure_slowdown(scratch, num_bytes // 2, 3)
-        made = page(pauses, total, slow, scratch)
+        pauses, total = measure_pauses(scratch, num_bytes, rounds)
+        made = page(pauses, total, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     print(made)
