@@ -73,7 +73,11 @@ class _Stager:
         hold_steps(self.wait)
         if not self._fits:
             self._may_begin()
-        Background(self._run, failed=self._snapshot.abort).wake()
+        try:
+            Background(self._run, failed=self._snapshot.abort).wake()
+        except RuntimeError:  # no thread could be started: nobody copies, and nobody would say that it is over
+            self._over.set()
+            raise
 
     def wait(self) -> None:
         """For the hook: return when the live state may change."""

@@ -312,3 +312,19 @@ def test_closing_waits_for_what_is_staged_later(tmp_path: Any) -> None:
     with Repository.open(tmp_path / "repo") as repo:
         made = repo.latest()
         assert made is not None and (made.root, made.step) == (wanted, 3)
+
+
+def test_a_stager_that_no_thread_can_be_started_for_fails_the_call_and_holds_nobody(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    training = Training()
+    background = lazy.Background
+    monkeypatch.setattr(lazy, "Background", type("NoThread", (background,), {"wake": fails}))
+    with pytest.raises(RuntimeError, match="can't start"):
+        repo.commit_async(training.state, snapshot="lazy")
+    assert repo.drain(TIMEOUT_S)
+    training.step()
+    assert repo.latest() is None
