@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._own: Peers | None = None
         self._own_background: Peers | None = None
+        self.num_neighbours = 1  # ranks on this machine, as far as `background` has asked
         self._closed = False
 
     @property
@@ -67,7 +69,13 @@ class Ranks:
             from cas_ckpt.training.process_group import GroupPeers
 
             named = None if isinstance(self.group, str) else self.group
-            self._own_background = GroupPeers(named, timeout_s=self._timeout_s)
+            made = GroupPeers(named, timeout_s=self._timeout_s)
+            try:
+                hosts = made.gather_all(socket.gethostname().encode())
+            except BaseException:
+                made.close()
+                raise
+            self._own_background, self.num_neighbours = made, hosts.count(hosts[made.rank])
         return self._own_background
 
     def open_in_turn(

@@ -138,7 +138,7 @@ class StateVerbs(Opened):
         """
         from cas_ckpt.training.background.commits import AsyncOptions
 
-        options = AsyncOptions(staging_bytes, snapshot, worker, max_in_flight)
+        options = AsyncOptions(staging_bytes, snapshot, worker, max_in_flight, self._ranks.num_neighbours)
         request = self._request(
             sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
             metrics=metrics, meta=meta, parents=parents, lineage=lineage, provenance=provenance,

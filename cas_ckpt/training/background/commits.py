@@ -71,12 +71,14 @@ class AsyncOptions:
         staging_bytes: What all staged states of the repository may hold together, on this rank; None: half of the
             memory that is available, and what is held already.
         max_in_flight: Commits that may be pending, this one included; further calls wait.
+        num_neighbours: Ranks on this machine, which share what is available.
     """
 
     staging_bytes: int | None = None
     snapshot: str = SnapshotKind.COPY
     worker: str = WorkerKind.THREAD
     max_in_flight: int = 1
+    num_neighbours: int = 1
 
     @property
     def copies_for_a_thread(self) -> bool:
@@ -182,7 +184,7 @@ class BackgroundCommits:
         if budget is None:
             budget = pool.held_bytes
             if snapshot.room > pool.free_bytes:  # to ask takes a millisecond
-                budget += available_bytes() // 2
+                budget += available_bytes() // (2 * options.num_neighbours)
         fits = snapshot.take_room(pool, budget)
         if not fits and len(self.queue.pending()) > 1:  # it has to wait for those before it anyway
             self.queue.wait_turn(pending)
