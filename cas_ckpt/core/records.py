@@ -320,11 +320,16 @@ def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
         def parts() -> Iterator[PackRecord]:
             for part in _cut(present):
                 entries = tuple(own[node.digest] for node in part)
-                yield pack_record(replace(written, entries=entries), part)
+                yield _node_record(replace(written, entries=entries), part)
 
         return PackRecord(
             written.key, written.kind, written.size_bytes, parts=parts, num_in_parts=len(written.entries)
         )  # fmt: skip
+    return _node_record(written, present)
+
+
+def _node_record(written: WrittenPack, present: Sequence[Node]) -> PackRecord:
+    """The rows of all these nodes together, however long one of them is."""
     return PackRecord(
         name=written.key,
         kind=written.kind,
