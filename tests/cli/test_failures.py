@@ -220,8 +220,8 @@ def test_an_interruption_is_told_and_has_its_code(place: Path) -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "from cas_ckpt.cli.main import main\n"
         "from cas_ckpt.repository import Repository\n"
-        "Repository.log = lambda *args, **options: os.kill(os.getpid(), signal.SIGINT)\n"
-        f"sys.exit(main(['-C', {str(place)!r}, 'log']))"
+        "Repository.show = lambda *args, **options: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.exit(main(['-C', {str(place)!r}, 'show']))"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "cas-ckpt: interrupted\n")

@@ -73,7 +73,7 @@ def test_the_examples_of_a_verb_parse(words: tuple[str, ...]) -> None:
 def test_every_kind_of_error_has_an_exit_code_that_is_documented() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptError)]
     assert {kind.exit_code for kind in kinds} <= set(EXIT_CODES)
-    assert len(kinds) == 20
+    assert len(kinds) == 26
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

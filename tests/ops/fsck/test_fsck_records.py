@@ -303,7 +303,8 @@ def test_rows_that_say_other_things_than_the_packs_are_found_and_put_right(repo:
         'UPDATE t_locations SET "offset" = "offset" + 1 WHERE object_id = (SELECT max(object_id) FROM t_locations)',
         "DELETE FROM t_locations WHERE object_id = (SELECT max(object_id) FROM t_locations)",
         "DELETE FROM t_edges WHERE parent_id = (SELECT max(parent_id) FROM t_edges)",
-        "INSERT INTO t_edges VALUES ((SELECT max(parent_id) FROM t_edges), 1)",
+        "INSERT INTO t_edges SELECT max(parent_id), (SELECT min(object_id) FROM t_objects WHERE object_id NOT IN "
+        "(SELECT child_id FROM t_edges WHERE parent_id = (SELECT max(parent_id) FROM t_edges))) FROM t_edges",
         "UPDATE t_commits SET message = 'another'",
         "DELETE FROM t_commits WHERE object_id = (SELECT max(object_id) FROM t_commits)",
         "UPDATE t_packs SET num_entries = num_entries + 1",

@@ -110,10 +110,10 @@ def killed(path: str, when: str) -> list[str]:
     repo.commit_async(state, step=1).result(60)
     if rank and when == "before":
         die()
+    if rank:
+        repo._committing.acquire()  # its commit does not begin
     pending = repo.commit_async(state, step=2)
     if rank:
-        if when == "between":
-            repo._committing.acquire()
         die()
     spoil(model, optim)
     found = [error_of(lambda: pending.result(60)), error_of(lambda: repo.commit_async(state, step=3).result(60))]

@@ -99,6 +99,7 @@ def test_one_that_is_being_made_is_broken_off(repo: Repository, monkeypatch: pyt
 
 
 def test_an_interrupt_ends_the_wait_alone(repo: Repository) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with Held(repo):
         pending = repo.commit_async(state_of(1))
         for wait in (pending.result, lambda: PendingCommit.wait_staged(waiting(pending))):
@@ -111,6 +112,7 @@ def test_an_interrupt_ends_the_wait_alone(repo: Repository) -> None:
             pending.result(0.01)
         with pytest.raises(TimeoutError):
             pending.exception(0)
+    signal.signal(signal.SIGINT, before)
     assert pending.result().id == repo.latest().id  # type: ignore[union-attr]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def train_until_killed(path: Path) -> None:
 def wait_in_drain(path: Path) -> None:
     """Be interrupted, with all of the process group, while a commit is made; and wait for it."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     repo = Repository.open(path)
     state = {str(number): torch.randn(1 << 20) for number in range(8)}
     repo.commit_async(state, step=0, worker="process").result()
