@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from blake3 import blake3
 
@@ -245,7 +245,8 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
         Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored_bytes, leaf_bytes,
         first_leaf, num_leaves, offset, header_bytes, None if base == _NO_BASE else Digest(base),
     )  # fmt: skip
-    digests = [Digest(body[at : at + DIGEST_BYTES]) for at in range(_ENTRY.size, len(body), DIGEST_BYTES)]
+    parts = [body[at : at + DIGEST_BYTES] for at in range(_ENTRY.size, len(body), DIGEST_BYTES)]
+    digests = cast("list[Digest]", parts)  # not Digest(...) of each: see `leaf_digests`
     is_chunk, chunk_leaves = kind == ObjectKind.CHUNK, info.chunk_leaves
     if is_chunk != bool(leaf_bytes) or leaf_bytes > LEAF_BYTES:
         raise CorruptionError(f"{what} has leaves of {leaf_bytes} bytes")

@@ -326,17 +326,20 @@ class FileStore:
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         """See `Store.read_into`; `cached_only` takes what the page cache holds and never waits for the disk."""
         view = writable_view(target)
-        descriptor, size = self._located(key, offset, view.nbytes)
-        if offset + view.nbytes > size:
-            raise too_short(key, offset, view.nbytes, size)
+        num_bytes = view.nbytes
+        check_key(key)
+        check_range(key, offset, num_bytes)
         with reading(key):
+            descriptor, size = self._descriptors.get(key)
+            if offset + num_bytes > size:
+                raise too_short(key, offset, num_bytes, size)
             if cached_only:
                 return _read_cached(descriptor, offset, view)
-            done = 0
-            while done < view.nbytes:
+            done = os.preadv(descriptor.fd, [view], offset)
+            while done < num_bytes:
                 got = os.preadv(descriptor.fd, [view[done:]], offset + done)
                 if not got:
-                    raise too_short(key, offset, view.nbytes, offset + done)
+                    raise too_short(key, offset, num_bytes, offset + done)
                 done += got
         return True
 

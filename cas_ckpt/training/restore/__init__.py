@@ -13,6 +13,7 @@ Files:
     draft.py         `RestoreDraft`: tensors and arrays matched one by one; copies, loads, mismatches
     optimizers.py    which stored state belongs to which parameter of a live optimizer
     materialize.py   new objects for stored ones
+    large_pages.py   what makes the memory of new tensors quick to touch
     memory.py        which targets overlap in memory, and which may not be written
 
 Invariant: nothing is touched before everything agrees. Must not know where bytes are stored.

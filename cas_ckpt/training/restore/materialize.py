@@ -49,6 +49,7 @@ from cas_ckpt.training.capture.tensors import (
     wait_for_devices,
 )
 from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
+from cas_ckpt.training.restore.large_pages import ask_for_large_pages
 
 _ALWAYS_BYTES = 64 << 20
 """So much is tried however little memory the system says to have."""
@@ -160,8 +161,10 @@ class NewObjects:
         dtype = part_dtype(stored.spec.dtype)
         if self.dtype is not None and dtype.is_floating_point and self.casts:
             tensor = new_tensor(stored.spec.shape, self.dtype, self.device)
+            ask_for_large_pages(tensor)
             return tensor, CastTarget(tensor, dtype)
         tensor = new_tensor(stored.spec.shape, dtype, self.device)
+        ask_for_large_pages(tensor)
         return tensor, elements_of(tensor)
 
     def _whole(self, container: Container, path: Path) -> Builder:
