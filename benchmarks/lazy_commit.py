@@ -1,16 +1,12 @@
 """What does a training loop feel of `commit_async(snapshot="lazy")`?
 
-    python -m benchmarks.lazy_commit --write     everything, and docs/benchmarks/lazy-commit.md; two minutes or so
+    python -m benchmarks.lazy_commit --write     everything, and docs/benchmarks/lazy-commit.md; a minute or so
     python -m benchmarks.lazy_commit --quick     fewer rounds; prints only
 
-The pause: how long the call takes until it returns, beside a plain copy of the same tensors into memory that was
-touched before, `dst.copy_(src)` tensor by tensor, with as many threads as torch has. Between the rounds a step changes
-every tensor, and the commit is waited for, outside of what is measured.
-
-The steps: a training loop of one thread with one core left over. How much longer its next steps take, the hook's wait
-among them, when a lazy commit of its own model and optimizer was begun before them; the pause of the call is not
-counted. Once while it is staged alone, the commit waiting for its turn, and once up to the end of the commit, which
-hashes and writes beside the loop.
+A training loop of one thread with one core left over. How much longer its next steps take, the hook's wait among them,
+when a lazy commit of its own model and optimizer was begun before them; the pause of the call is not counted: see
+benchmarks/async_commit.py. Once while it is staged alone, the commit waiting for its turn, and once up to the end of
+the commit, which hashes and writes beside the loop.
 """
 
 from __future__ import annotations
@@ -34,9 +30,6 @@ from cas_ckpt import Policy, Repository
 from cas_ckpt.training.background.step_hook import hold_steps, let_steps
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "lazy-commit.md"
-
-WANTED_PAUSE = 0.05
-"""Most that the call may take of a plain copy."""
 
 WANTED_LONGER = 0.02
 """Most that the steps around it may be longer."""
@@ -64,29 +57,6 @@ class Training:
     def tensors(self) -> list[torch.Tensor]:
         kept = [value for values in self.optim.state.values() for value in values.values()]
         return [*self.model.parameters(), *self.model.buffers(), *kept]
-
-
-def measure_pauses(folder: Path, rounds: int) -> tuple[list[float], list[float], list[float], int, int]:
-    """Seconds of the plain copy, of the lazy call, and of it until all was staged; bytes and tensors of the state."""
-    training = Training(20, 2048, 8)
-    training.step()
-    copies = [tensor.detach().clone() for tensor in training.tensors()]
-    plain, calls, staged = list[float](), list[float](), list[float]()
-    with Repository.init(folder / "pause", group=None) as repo:
-        for number in range(rounds + 1):
-            training.step()
-            start = time.perf_counter()
-            for copy, tensor in zip(copies, training.tensors(), strict=True):
-                copy.copy_(tensor.detach())
-            plain.append(time.perf_counter() - start)
-            start = time.perf_counter()
-            pending = repo.commit_async(training.state, step=number, snapshot="lazy")
-            calls.append(time.perf_counter() - start)
-            pending.wait_staged()
-            staged.append(time.perf_counter() - start)
-            pending.result()
-            forget(repo)
-    return plain[1:], calls[1:], staged[1:], sum(copy.nbytes for copy in copies), len(copies)
 
 
 def measure_steps(
@@ -153,12 +123,10 @@ def forget(repo: Repository) -> None:
     repo.gc(min_age_s=0)
 
 
-def page(pauses: Any, steps: Any, hook: tuple[float, float], scratch: Path) -> str:
+def page(steps: Any, hook: tuple[float, float], scratch: Path) -> str:
     machine = describe(scratch)
-    plain, calls, staged, num_bytes, num_tensors = pauses
     first, all_of_them, alone_s, bare, loop_bytes = steps
     middle = statistics.median
-    ratio = middle([ours / copy for ours, copy in zip(calls, plain, strict=True)])
     longer = middle(first)
     return "\n".join([
         "# Lazy snapshots",
@@ -167,18 +135,6 @@ def page(pauses: Any, steps: Any, hook: tuple[float, float], scratch: Path) -> s
         f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
         f"commit {machine['commit']}.",
         f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
-        "",
-        "## The pause",
-        "",
-        f"20 layers with AdamW, {num_bytes / 1e9:.2f} GB in {num_tensors} tensors, everything changed; medians of "
-        f"{len(plain)} rounds.",
-        "",
-        "| | s | of the plain copy | wanted |",
-        "| --- | --- | --- | --- |",
-        f"| plain copy into warm memory | {middle(plain):.3f} | 1.00 | |",
-        f"| `commit_async(snapshot=\"lazy\")` | {middle(calls):.4f} | {ratio:.3f} | {verdict(ratio, WANTED_PAUSE)} |",
-        f"| until everything is staged, nothing else running | {middle(staged):.3f} | "
-        f"{middle(staged) / middle(plain):.2f} | |",
         "",
         "## Steps around it",
         "",
@@ -193,7 +149,8 @@ def page(pauses: Any, steps: Any, hook: tuple[float, float], scratch: Path) -> s
         "",
         f"The hook, when nothing waits: {(hook[1] - hook[0]) * 1e9:.0f} ns of each step of an optimizer.",
         "",
-        "What bounds them, and how to choose: [performance.md](../performance.md#the-pause-of-a-commit).",
+        "The pause of the call: [async-commit.md](async-commit.md). What bounds them, and how to choose:",
+        "[performance.md](../performance.md#the-pause-of-a-commit).",
         "",
     ])  # fmt: skip
 
@@ -212,10 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-lazy-", dir=options.scratch))
     try:
         hook = measure_hook()
-        pauses = measure_pauses(scratch, 3 if options.quick else 6)
         torch.set_num_threads(1)
         steps = measure_steps(scratch, 3 if options.quick else 5, 3)
-        made = page(pauses, steps, hook, scratch)
+        made = page(steps, hook, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     print(made)

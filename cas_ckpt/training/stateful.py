@@ -301,12 +301,12 @@ class Names:
     """
 
     state: Mapping[Any, Any]
-    _surveys: dict[int, dict[int, str]] = field(default_factory=dict, init=False)
+    _surveys: dict[int, tuple[torch.nn.Module, Survey]] = field(default_factory=dict, init=False)
 
     def adapt(self, value: Any) -> Any:
         """A Stateful that gives the state of `value` by names; `value` itself if it has no such form."""
         if isinstance(value, torch.nn.Module):
-            return FlatModule(value) if survey(value).flat else NamedModule(value)
+            return FlatModule(value) if self._survey(value).flat else NamedModule(value)
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value)
         return value
@@ -318,7 +318,8 @@ class Names:
         under FSDP1, which flattens them, or of modules inside other objects.
         """
         for path, module in self._modules:
-            names = {} if survey(module).flat else self._of(module)
+            found = self._survey(module)
+            names = {} if found.flat else found.params
             for param in module.parameters() if names else ():
                 if not param.requires_grad:
                     yield render_key((*path, names[id(param)]))
@@ -328,9 +329,9 @@ class Names:
         if len({id(param) for param in params}) < len(params):
             return NamedOptimizer(optimizer, None)
         for _, module in self._modules:
-            names = self._of(module)
+            names = self._survey(module).params
             if all(id(param) in names for param in params):
-                if survey(module).flat:
+                if self._survey(module).flat:
                     return FlatOptimizer(optimizer, module)
                 return NamedOptimizer(optimizer, [names[id(param)] for param in params])
         return NamedOptimizer(optimizer, self._prefixed(params))
@@ -344,17 +345,18 @@ class Names:
         """Names of parameters of several modules; None if two would be the same."""
         found: dict[int, str] = {}
         for path, module in self._modules:
-            if not survey(module).flat:
-                for number, name in self._of(module).items():
+            if not self._survey(module).flat:
+                for number, name in self._survey(module).params.items():
                     found.setdefault(number, ".".join([*map(str, path), name]))
         names = [found.get(id(param)) for param in params]
         known = [name for name in names if name is not None]
         return known if len(set(known)) == len(names) else None
 
-    def _of(self, module: torch.nn.Module) -> dict[int, str]:
-        if id(module) not in self._surveys:
-            self._surveys[id(module)] = survey(module).params
-        return self._surveys[id(module)]
+    def _survey(self, module: torch.nn.Module) -> Survey:
+        found = self._surveys.get(id(module))
+        if found is None:
+            found = self._surveys[id(module)] = module, survey(module)  # kept: its number is nobody else's then
+        return found[1]
 
 
 def _modules_in(state: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], torch.nn.Module]]:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-import numpy as np
 import torch
 
 from cas_ckpt.errors import StateChangedError
@@ -34,22 +33,20 @@ NUM_SAMPLES = 4
 
 @dataclass(slots=True)  # not frozen: that would take longer to make, and thousands are made at a call
 class _Sample:
-    """Some elements of a tensor on the host, `first`, `first + step` and so on, as they were at the call."""
+    """Some elements of a tensor on the host: the memory that they are in, and their bytes at the call."""
 
-    tensor: torch.Tensor
-    first: int
-    step: int
-    elements: Array
+    places: Array
+    elements: bytes
 
     @classmethod
     def of(cls, tensor: torch.Tensor, share: float) -> _Sample:
         """Elements at equal distances; the first one is after this share of such a distance."""
         step = max(1, tensor.numel() // NUM_SAMPLES)
-        first = int(share * step)
-        return cls(tensor, first, step, host_bits(tensor).reshape(-1)[first::step].copy())
+        places = host_bits(tensor).reshape(-1)[int(share * step) :: step]
+        return cls(places, places.tobytes())
 
     def is_unchanged(self) -> bool:
-        return bool(np.array_equal(host_bits(self.tensor).reshape(-1)[self.first :: self.step], self.elements))
+        return self.places.tobytes() == self.elements
 
 
 @dataclass(slots=True)
@@ -113,17 +110,15 @@ class Watch:
 
     def add(self, key: str, tensors: Sequence[torch.Tensor], counting: Sequence[torch.Tensor]) -> Watched:
         """Watch the elements of `tensors` (strided, of the base class), whose changes are counted by `counting`."""
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        watched = Watched(
-            key,
-            tuple((tensor, tensor._version) for tensor in counting),
-            tuple((storage, storage.nbytes()) for storage in storages),
-            tuple(
-                _Sample.of(tensor, self._share)
-                for tensor in tensors
-                if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel()
-            ),
-        )
+        # Lists, not generators: each of these takes as long as what is in it.
+        counted = [(tensor, tensor._version) for tensor in counting]
+        memory, samples = [], []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            memory.append((storage, storage.nbytes()))
+            if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
+                samples.append(_Sample.of(tensor, self._share))
+        watched = Watched(key, tuple(counted), tuple(memory), tuple(samples))
         self._tensors.append(watched)
         return watched
 

@@ -151,27 +151,27 @@ class BackgroundCommits:
         with self._calls:  # of two threads that call at once, one stages after the other
             self.queue.admit(options.max_in_flight)
             request = settled(request)
-            tree, request = captured(state, request, peers)
-            is_known = None
-            if worker is None and memory is not None:  # another process cannot look at what is not staged
-                memory = memory.now()
-                is_known = _known(request, memory)
-            with python_gc_paused():
+            with python_gc_paused():  # all along: each end of a pause is a search through what was made
+                tree, request = captured(state, request, peers)
+                is_known = None
+                if worker is None and memory is not None:  # another process cannot look at what is not staged
+                    memory = memory.now()
+                    is_known = _known(request, memory)
                 snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle, is_known=is_known)
-            pending = PendingCommit(_described(request))
-            pending.watch(snapshot, self.queue.is_worker)
-            job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker)
-            try:
-                self.queue.submit(pending, job.run)
-                if job.reads_cells_alone and options.copies_for_a_thread:
-                    job.named = leave_out(snapshot.tensors, self.stored)
-                self._stage(state, snapshot, options, job, pending, thread_count(request.num_threads))
-            except BaseException as error:
-                job.fail_with(error)
-                pending.told = True
-                if pending.done() or pending in self.queue.pending():
-                    self._heard.append(error)
-                raise
+                pending = PendingCommit(_described(request))
+                pending.watch(snapshot, self.queue.is_worker)
+                job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker)
+                try:
+                    self.queue.submit(pending, job.run)
+                    if job.reads_cells_alone and options.copies_for_a_thread:
+                        job.named = leave_out(snapshot.tensors, self.stored)
+                    self._stage(state, snapshot, options, job, pending, thread_count(request.num_threads))
+                except BaseException as error:
+                    job.fail_with(error)
+                    pending.told = True
+                    if pending.done() or pending in self.queue.pending():
+                        self._heard.append(error)
+                    raise
         return pending
 
     def _stage(

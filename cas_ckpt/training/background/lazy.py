@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.objects.nodes import INLINE_BYTES
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
@@ -44,8 +43,7 @@ def stage_later(
         may_begin: Called when the commit may begin; the commit waits for that.
         num_threads: They copy what is staged now.
     """
-    with python_gc_paused():
-        later = _watched(snapshot, TrainedMemory(state))
+    later = _watched(snapshot, TrainedMemory(state))
     now = [each for each in snapshot.tensors if each.watched is None]
     large = [each for each in now if each.num_bytes > INLINE_BYTES]
     room = sum(arena.left_bytes for arena in snapshot.arenas)
@@ -66,7 +64,7 @@ class _Stager:
         self, snapshot: Snapshot, later: Sequence[StagedTensor], fits: bool, may_begin: Callable[[], object]
     ) -> None:
         self._snapshot, self._later, self._fits, self._may_begin = snapshot, later, fits, may_begin
-        self._over = threading.Event()
+        self._over, self._may_copy = threading.Event(), threading.Event()
 
     def begin(self) -> None:
         """Go on in a thread; from now on no optimizer steps before all is staged."""
@@ -78,6 +76,8 @@ class _Stager:
         except RuntimeError:  # no thread could be started: nobody copies, and nobody would say that it is over
             self._over.set()
             raise
+        # Not before: else the caller would wait for the interpreter's lock until a copy releases it.
+        self._may_copy.set()
 
     def wait(self) -> None:
         """For the hook: return when the live state may change."""
@@ -90,6 +90,7 @@ class _Stager:
 
     def _run(self) -> None:
         snapshot = self._snapshot
+        self._may_copy.wait()
         try:
             if self._fits:
                 for portion in _portions(self._later):

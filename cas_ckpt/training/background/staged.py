@@ -39,6 +39,7 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.training.background.changes import Watch, Watched
+from cas_ckpt.transfer.hashing import as_raw
 from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy, room_bytes
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -53,13 +54,14 @@ class StagedTensor:
 
     Attributes:
         boxes: What is staged, in global coordinates: the pieces that this rank holds, or the cells that are not stored.
+        room: Bytes that it takes of an arena.
         places: Known once it is staged.
         digests: If only some cells are staged, the leaf digests of each cell of the tensor, joined.
     """
 
     __slots__ = (
         "_arrays", "_live", "_numbers", "_snapshot", "boxes", "digests", "item_bytes", "key", "num_bytes", "places",
-        "spec", "watched",
+        "room", "spec", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -70,11 +72,15 @@ class StagedTensor:
         self.watched: Watched | None = None
         self._live: ArraySource | None = live
         self._arrays: tuple[Array, ...] | None = None
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[int, ...], int] | None = None
         self.boxes = boxes
         self.spec = spec
         self.item_bytes = spec.item_bytes
-        self.num_bytes = sum(box.num_elements for box in boxes) * self.item_bytes
+        self.num_bytes = self.room = 0
+        for box in boxes:
+            num_bytes = box.num_elements * self.item_bytes
+            self.num_bytes += num_bytes
+            self.room += room_bytes(num_bytes)
         self.places: Places = ()
         self.digests: tuple[bytes, ...] = ()
 
@@ -82,15 +88,11 @@ class StagedTensor:
         """Stage only `boxes`: the chunks of all other cells are stored. Before anything of it is staged."""
         self.boxes, self.digests = boxes, digests
         self._numbers = {box.offsets: number for number, box in enumerate(boxes)}
+        self.room = sum(room_bytes(box.num_elements * self.item_bytes) for box in boxes)
 
     def leaf_hasher(self) -> LeafHasher | None:
         """See `HashingSource`: what was hashed before it was staged."""
         return _RECORDED if self.digests else None
-
-    @property
-    def room(self) -> int:
-        """Bytes that it takes of an arena."""
-        return sum(room_bytes(box.num_elements * self.item_bytes) for box in self.boxes)
 
     @property
     def live(self) -> ArraySource | None:
@@ -120,7 +122,7 @@ class StagedTensor:
                 "since: nothing was published; commit again, or with more staging_bytes"
             )
         if self.digests:
-            number = self._numbers.get(box.offsets)
+            number = None if self._numbers is None else self._numbers.get(box.offsets)
             if number is None or self.boxes[number].sizes != box.sizes:
                 raise ConflictError(
                     "a garbage collection took a chunk that the state had in common with the commit before: its bytes "
@@ -161,6 +163,18 @@ class StagedTensor:
             copies.append(new_copy(live, box, self.item_bytes, memory))
             places.append((number, at))
         return copies, tuple(places)
+
+    def copied(self) -> tuple[tuple[Array, ...], Places]:
+        """Copies of all of it in memory of their own, made at once, and where these are; for small ones.
+
+        Raises:
+            Whatever the source raised.
+        """
+        live = self._live
+        if live is None:
+            return (), ()
+        arrays = tuple([as_raw(live.read(box), self.item_bytes).copy() for box in self.boxes])
+        return arrays, ((-1, 0),) * len(arrays)
 
     def be_read_later(self, live: ArraySource, watched: Watched) -> None:
         """It is staged after the call has returned: from `live`, which `watched` watches."""
@@ -325,7 +339,11 @@ class Snapshot:
 
         Before the commit begins: it never reports them as saved.
         """
-        self.stage([each for each in self.tensors if each.num_bytes <= INLINE_BYTES], num_threads=1, in_arena=False)
+        made = [(each, *each.copied()) for each in self.tensors if each.num_bytes <= INLINE_BYTES and each.live]
+        with self._changed:
+            for each, arrays, places in made:
+                each.be_staged(arrays, places)
+                self._count(each)
 
     def stage_from_back(self, *, num_threads: int) -> None:
         """Copy what fits, from the back, while a commit saves from the front; returns when there is nothing live.
@@ -341,13 +359,13 @@ class Snapshot:
                 self._changed.wait()
         self.settle()
 
-    def stage(self, tensors: Sequence[StagedTensor], *, num_threads: int, in_arena: bool = True) -> None:
+    def stage(self, tensors: Sequence[StagedTensor], *, num_threads: int) -> None:
         """Copy these.
 
         Raises:
             Whatever a source raised, or StateChangedError: one has changed since the call.
         """
-        arena = self.arenas[-1] if in_arena and self.arenas else None
+        arena = self.arenas[-1] if self.arenas else None
         number = len(self.arenas) - 1 if arena is not None else -1
         plans = [(each, *each.plan(arena, number)) for each in tensors]
         copy_all([copy for _, copies, _ in plans for copy in copies], num_threads=num_threads)

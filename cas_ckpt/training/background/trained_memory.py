@@ -39,8 +39,9 @@ class TrainedMemory:
     def _add(self, found: Any) -> None:
         if isinstance(found, (torch.optim.Optimizer, NamedOptimizer)):
             optimizer = found.optimizer if isinstance(found, NamedOptimizer) else found
-            for tensor in _tensors_in(list(optimizer.state.values())):
-                self._add_tensor(tensor)
+            for kept in optimizer.state.values():
+                for tensor in _tensors_in(kept):
+                    self._add_tensor(tensor)
             return
         module = found.module if isinstance(found, NamedModule) else found
         for part in module.modules():
@@ -60,8 +61,9 @@ class TrainedMemory:
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         counting = _locals_of(tensor)
-        if any(each.is_inference() or not each.numel() for each in counting):
-            return
+        for each in counting:
+            if each.is_inference() or not each.numel():
+                return
         for local in counting:
             place = _place_of(local)
             counted = counting if local is tensor else (tensor, *counting)

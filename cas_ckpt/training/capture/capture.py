@@ -195,7 +195,7 @@ class _Capture:
             self.devices.update(part.device for part in divided.locals if part.device.type != "cpu")
             return divided.item()
         plain = supported(tensor, path)
-        if plain.device.type != "cpu":
+        if not plain.is_cpu:
             self.devices.add(plain.device)
         if plain.layout != torch.strided or plain.is_quantized:
             return decompose(plain, key=render_key(path))

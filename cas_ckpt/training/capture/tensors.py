@@ -56,6 +56,8 @@ SPARSE_LAYOUTS: dict[str, torch.layout] = {
 
 _SPARSE = frozenset(SPARSE_LAYOUTS.values())
 
+_HOST = torch.device("cpu")
+
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Classes of tensors that are read as they are, without a look at what they wrap."""
 
@@ -166,7 +168,7 @@ def host_bits(tensor: torch.Tensor) -> Array:
     item_bytes = tensor.element_size()
     dtype = raw_dtype(item_bytes)
     if tensor.dtype in _NUMPY_HAS:
-        return tensor.detach().numpy().view(dtype)
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().view(dtype)
     shape = tuple(tensor.shape)
     if not tensor.numel():
         return np.empty(shape, dtype)
@@ -305,8 +307,7 @@ def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
 
 def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
     """The elements of any strided tensor, as a source and as a target. A target must not overlap itself."""
-    is_host = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-    is_host = is_host and hasher_of(tensor.device) is None
+    is_host = tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()) and hasher_of(_HOST) is None
     return HostTensor(tensor) if is_host else CopiedTensor(tensor)
 
 

@@ -126,14 +126,15 @@ def waiting(pending: PendingCommit) -> PendingCommit:
 def test_an_interrupt_while_the_state_is_copied_leaves_no_commit_and_no_memory_taken(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(copies: object, *, num_threads: int) -> None:
+    def interrupted(*copies: object, **how: object) -> None:
         raise KeyboardInterrupt
 
     for staging_bytes in (None, 200_000):
         with monkeypatch.context() as patch:
             patch.setattr(staged, "copy_all", interrupted)
+            patch.setattr(staged.StagedTensor, "copied", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                repo.commit_async(state_of(1), staging_bytes=staging_bytes)
+                repo.commit_async({**state_of(1), "small": torch.ones(3)}, staging_bytes=staging_bytes)
         assert repo.drain()
         assert repo.latest() is None
         assert repo._background is not None and repo._background._pool is not None
