@@ -12,11 +12,7 @@ What a training loop feels afterwards: benchmarks/async_loops.py, and benchmarks
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.machine import describe
+from benchmarks.harness.page import forget_all_but_one, heading, run
 from benchmarks.harness.sizes import SIZES, Size
 from benchmarks.harness.state import build, flatten
 from benchmarks.harness.state import step as change
 from cas_ckpt import Repository
-
-REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "async-commit.md"
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "copy, thread": {},
@@ -99,30 +93,14 @@ def measure_pauses(folder: Path, size: Size, rounds: int) -> Pauses:
     return found
 
 
-def forget_all_but_one(*repos: Repository) -> None:
-    """Let the disk not fill up with what was measured."""
-    from cas_ckpt import Policy
-
-    for repo in repos:
-        repo.forget(Policy(keep_last=1), gc=True)
-        repo.gc(min_age_s=0)
-
-
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
 def page(pauses: Pauses, scratch: Path) -> str:
-    machine = describe(scratch)
     copy_s = median(pauses.copy)
     lines = [
-        "# Commits in the background",
-        "",
-        "Written by `python -m benchmarks.async_commit --write`, figures as they came.",
-        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
-        f"commit {machine['commit']}.",
-        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
-        "",
+        *heading("Commits in the background", "async_commit", scratch),
         "## The pause",
         "",
         f"A GPT with AdamW, as objects, {pauses.num_bytes / 1e9:.2f} GB in {pauses.num_tensors} tensors, everything "
@@ -152,24 +130,10 @@ def page(pauses: Pauses, scratch: Path) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
-    options = parser.parse_args(argv)
-    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-async-", dir=options.scratch))
-    size, rounds = (SIZES["gpt-1g-total"], 3) if options.quick else (GPT_2G, 4)
-    try:
-        made = page(measure_pauses(scratch, size, rounds), scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    print(made)
-    if options.write:
-        REPORT.write_text(made)
-    return 0
+def measured(scratch: Path, quick: bool) -> str:
+    size, rounds = (SIZES["gpt-1g-total"], 3) if quick else (GPT_2G, 4)
+    return page(measure_pauses(scratch, size, rounds), scratch)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(None, __doc__, "async-commit", measured))

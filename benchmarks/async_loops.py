@@ -12,13 +12,9 @@ that does nothing but copy memory, at the worker's niceness.
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +22,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.machine import describe
-from cas_ckpt import Policy, Repository
+from benchmarks.harness.page import forget_all_but_one, heading, run
+from cas_ckpt import Repository
 from cas_ckpt.ops.commit.process.worker import NICENESS
-
-REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "async-loops.md"
 
 WANTED = 0.05
 """Share of its steps that a loop may lose beside a worker process; of a thread it is reported."""
@@ -98,8 +92,7 @@ def measure(folder: Path, name: str, loop: PythonLoop | TorchLoop, worker: str, 
             if number:
                 lost.append(1 - beside / alone)
                 rates.append(size / taken)
-            repo.forget(Policy(keep_last=1), gc=True)
-            repo.gc(min_age_s=0)
+            forget_all_but_one(repo)
     return Row(name, worker, lost, rates)
 
 
@@ -121,15 +114,8 @@ def measure_beside_copies(name: str, loop: PythonLoop | TorchLoop, rounds: int) 
 
 
 def page(rows: Sequence[Row], scratch: Path) -> str:
-    machine = describe(scratch)
     lines = [
-        "# Training loops beside a commit",
-        "",
-        "Written by `python -m benchmarks.async_loops --write`, figures as they came.",
-        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, torch {torch.__version__}; "
-        f"commit {machine['commit']}.",
-        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
-        "",
+        *heading("Training loops beside a commit", "async_loops", scratch),
         "A loop of one thread, alone and beside a commit whose state is staged already and has changed everywhere; the",
         "store is in memory. Medians, and all rounds in brackets.",
         "",
@@ -147,33 +133,23 @@ def page(rows: Sequence[Row], scratch: Path) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"))
-    options = parser.parse_args(argv)
-    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-loops-", dir=options.scratch))
+def measured(scratch: Path, quick: bool) -> str:
     torch.set_num_threads(1)
     loops = {"Python": PythonLoop(), "torch, small layers": TorchLoop()}
+    most = 3 if quick else 5
     rows = []
-    try:
-        for name, loop in loops.items():
-            for _ in range(30):
-                loop.step()
-            for worker in ("thread", "process"):
-                is_slow = name == "Python" and worker == "thread"  # a commit takes many seconds
-                num_bytes, rounds = (64 << 20, 3) if is_slow else (512 << 20, 5)
-                rows.append(measure(scratch, name, loop, worker, num_bytes, rounds))
-            rows.append(measure_beside_copies(name, loop, 5))
-        made = page(rows, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    print(made)
-    if options.write:
-        REPORT.write_text(made)
-    return 0
+    for name, loop in loops.items():
+        for _ in range(30):
+            loop.step()
+        for worker in ("thread", "process"):
+            is_slow = name == "Python" and worker == "thread"  # a commit takes many seconds
+            num_bytes, rounds = (64 << 20, 3) if is_slow else (512 << 20, most)
+            rows.append(measure(scratch, name, loop, worker, num_bytes, rounds))
+        rows.append(measure_beside_copies(name, loop, most))
+    return page(rows, scratch)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(
+        run(None, __doc__, "async-loops", measured, scratch="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    )

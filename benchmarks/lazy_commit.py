@@ -11,25 +11,18 @@ the commit, which hashes and writes beside the loop.
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness.machine import describe
-from cas_ckpt import Policy, Repository
+from benchmarks.harness.page import forget_all_but_one, heading, run
+from cas_ckpt import Repository
 from cas_ckpt.training.background.step_hook import hold_steps, let_steps
-
-REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "lazy-commit.md"
 
 WANTED_LONGER = 0.02
 """Most that the steps around it may be longer."""
@@ -94,7 +87,7 @@ def measure_steps(
                 all_of_them.append(sum(beside) / (sum(alone) / 2) - 1)
                 bare.append(beside_bare / statistics.median(alone) - 1)
                 alone_s.append(statistics.median(alone))
-            forget(repo)
+            forget_all_but_one(repo)
     return first, all_of_them, alone_s, bare, sum(tensor.nbytes for tensor in training.tensors())
 
 
@@ -117,25 +110,12 @@ def measure_hook(num_steps: int = 20_000) -> tuple[float, float]:
     return before, min(steps_s() for _ in range(3))
 
 
-def forget(repo: Repository) -> None:
-    """Let the disk not fill up with what was measured."""
-    repo.forget(Policy(keep_last=1), gc=True)
-    repo.gc(min_age_s=0)
-
-
 def page(steps: Any, hook: tuple[float, float], scratch: Path) -> str:
-    machine = describe(scratch)
     first, all_of_them, alone_s, bare, loop_bytes = steps
     middle = statistics.median
     longer = middle(first)
     return "\n".join([
-        "# Lazy snapshots",
-        "",
-        "Written by `python -m benchmarks.lazy_commit --write`, figures as they came.",
-        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
-        f"commit {machine['commit']}.",
-        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
-        "",
+        *heading("Lazy snapshots", "lazy_commit", scratch),
         "## Steps around it",
         "",
         f"24 layers with AdamW, {loop_bytes / 1e6:.0f} MB, one thread, one core left over, "
@@ -159,26 +139,11 @@ def verdict(found: float, wanted: float) -> str:
     return f"{wanted:.2f} {'met' if found <= wanted else 'missed'}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
-    options = parser.parse_args(argv)
-    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-lazy-", dir=options.scratch))
-    try:
-        hook = measure_hook()
-        torch.set_num_threads(1)
-        steps = measure_steps(scratch, 3 if options.quick else 5, 3)
-        made = page(steps, hook, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    print(made)
-    if options.write:
-        REPORT.write_text(made)
-    return 0
+def measured(scratch: Path, quick: bool) -> str:
+    hook = measure_hook()
+    torch.set_num_threads(1)
+    return page(measure_steps(scratch, 3 if quick else 5, 3), hook, scratch)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(None, __doc__, "lazy-commit", measured))

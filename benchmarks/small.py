@@ -13,11 +13,9 @@ that whoever comes next would have used.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +25,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.machine import describe
+from benchmarks.harness.page import heading, run
 from cas_ckpt import Repository
 from cas_ckpt.objects.digest import LEAF_BYTES, leaf_digests
 from cas_ckpt.storage.file import FileStore
 
-REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "small.md"
 MIB = 1 << 20
 
 SIZES = ((16, 16, 1.3), (64, 200, 1.3), (250, 60, 1 / 1.2))
@@ -189,16 +186,9 @@ def measure_histories(histories: Sequence[History], turns: int) -> None:
 
 
 def _page(sizes: Sequence[Size], histories: Sequence[History], scratch: Path) -> str:
-    machine = describe(scratch)
     first = histories[0].times
     lines = [
-        "# Small states and long histories",
-        "",
-        "Written by `python -m benchmarks.small --write`, figures as they came.",
-        f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
-        f"commit {machine['commit']}.",
-        f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
-        "",
+        *heading("Small states and long histories", "small", scratch),
         "## Beside torch.save + fsync",
         "",
         "Medians in milliseconds, in brackets those of processor time; done in turns, one of each a round. `ratio`:",
@@ -229,40 +219,26 @@ def _page(sizes: Sequence[Size], histories: Sequence[History], scratch: Path) ->
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
-    options = parser.parse_args(argv)
+def _measured(scratch: Path, quick: bool) -> str:
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="cas-ckpt-small-", dir=options.scratch))
-    try:
-        rounds, turns, lengths = (5, 5, (20, 100)) if options.quick else (21, 20, HISTORIES)
-        sizes = [Size(*size) for size in SIZES]
-        for size in sizes:
-            place = scratch / f"{size.mib}"
-            place.mkdir()
-            size.measure(place, rounds if size.mib < 100 else max(rounds // 2, 3))
-            shutil.rmtree(place)
-            print(size.line, flush=True)
-        histories = [History(f"{length:,} commits", scratch / f"history-{length}") for length in lengths]
-        for each, length in zip(histories, lengths, strict=True):
-            each.grow(length)
-        collected = History(f"{lengths[-1]:,} commits, collected to a tenth", scratch / "collected")
-        shutil.copytree(histories[-1].folder, collected.folder)
-        collected.collect()
-        histories.append(collected)
-        measure_histories(histories, turns)
-        page = _page(sizes, histories, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    print(page)
-    if options.write:
-        REPORT.write_text(page)
-    return 0
+    rounds, turns, lengths = (5, 5, (20, 100)) if quick else (21, 20, HISTORIES)
+    sizes = [Size(*size) for size in SIZES]
+    for size in sizes:
+        place = scratch / f"{size.mib}"
+        place.mkdir()
+        size.measure(place, rounds if size.mib < 100 else max(rounds // 2, 3))
+        shutil.rmtree(place)
+        print(size.line, flush=True)
+    histories = [History(f"{length:,} commits", scratch / f"history-{length}") for length in lengths]
+    for each, length in zip(histories, lengths, strict=True):
+        each.grow(length)
+    collected = History(f"{lengths[-1]:,} commits, collected to a tenth", scratch / "collected")
+    shutil.copytree(histories[-1].folder, collected.folder)
+    collected.collect()
+    histories.append(collected)
+    measure_histories(histories, turns)
+    return _page(sizes, histories, scratch)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(None, __doc__, "small", _measured))
