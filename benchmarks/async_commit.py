@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness.page import forget_all_but_one, heading, run
+from benchmarks.harness.page import forget_all_but_one, heading, run, verdict
 from benchmarks.harness.sizes import SIZES, Size
 from benchmarks.harness.state import build, flatten
 from benchmarks.harness.state import step as change
@@ -93,12 +93,8 @@ def measure_pauses(folder: Path, size: Size, rounds: int) -> Pauses:
     return found
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
 def page(pauses: Pauses, scratch: Path) -> str:
-    copy_s = median(pauses.copy)
+    copy_s = statistics.median(pauses.copy)
     lines = [
         *heading("Commits in the background", "async_commit", scratch),
         "## The pause",
@@ -115,11 +111,11 @@ def page(pauses: Pauses, scratch: Path) -> str:
         f"| `commit` | {pauses.commit:.3f} | {pauses.commit / copy_s:.2f} | | | {pauses.commit:.2f} |",
     ]
     for name, times in pauses.ways.items():
-        ratio = median([ours / plain for ours, plain in zip(times, pauses.copy, strict=True)])
+        ratio = statistics.median([ours / plain for ours, plain in zip(times, pauses.copy, strict=True)])
         wanted = WANTED_PAUSE[WAYS[name].get("snapshot", "copy")]
-        verdict = f"{wanted:.2f} {'met' if ratio <= wanted else 'missed'}"
-        ends = f"{median(pauses.staged[name]):.3f} | {median(pauses.ends[name]):.2f}"
-        lines.append(f"| `commit_async`: {name} | {median(times):.4f} | {ratio:.3f} | {verdict} | {ends} |")
+        ends = f"{statistics.median(pauses.staged[name]):.3f} | {statistics.median(pauses.ends[name]):.2f}"
+        pause = f"{statistics.median(times):.4f} | {ratio:.3f} | {verdict(ratio, wanted)}"
+        lines.append(f"| `commit_async`: {name} | {pause} | {ends} |")
     lines += [
         "",
         "Steps around a lazy commit: [lazy-commit.md](lazy-commit.md). What a training loop feels afterwards:",

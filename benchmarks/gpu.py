@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.harness.page import machine_and_load
 from cas_ckpt import Repository
 from cas_ckpt.objects.digest import DIGEST_BYTES, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import grid_for
@@ -287,7 +288,8 @@ def page(num_bytes: int, *, host_only: bool) -> str:
         "# Tensors on a GPU", "",
         f"Written by `python -m benchmarks.gpu{' --host' * host_only} --write`; what is measured, and how, is in",
         "benchmarks/gpu.py.",
-        f"{kind}, {versions}, {torch.get_num_threads()} threads of torch. Medians of {ROUNDS} rounds.", "",
+        f"{kind}, {versions}, {torch.get_num_threads()} threads of torch. Medians of {ROUNDS} rounds.",
+        *machine_and_load(PAGE.parent), "",
     ]  # fmt: skip
     for title, measure in sections.items():
         found += [f"## {title}", "", *measure(), ""]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.page import forget_all_but_one, heading, run
+from benchmarks.harness.page import forget_all_but_one, heading, run, verdict
 from cas_ckpt import Repository
 from cas_ckpt.training.background.step_hook import hold_steps, let_steps
 
@@ -133,10 +133,6 @@ def page(steps: Any, hook: tuple[float, float], scratch: Path) -> str:
         "[performance.md](../performance.md#the-pause-of-a-commit).",
         "",
     ])  # fmt: skip
-
-
-def verdict(found: float, wanted: float) -> str:
-    return f"{wanted:.2f} {'met' if found <= wanted else 'missed'}"
 
 
 def measured(scratch: Path, quick: bool) -> str:

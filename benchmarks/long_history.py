@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from benchmarks.harness import machine
+from benchmarks.harness.page import machine_and_load
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
@@ -219,7 +219,6 @@ def measure_all(scratch: Path, commits: Sequence[int], refs: Sequence[int]) -> d
 
 def page(found: dict[tuple[int, int], Figures]) -> str:
     """The document."""
-    hosted = machine.describe(PAGE.parent)
     names = list(next(iter(found.values())))
     cells = list(found)
     lines = [
@@ -229,8 +228,7 @@ def page(found: dict[tuple[int, int], Figures]) -> str:
         "is one repository: commits / branches. `commit` and `branch` are medians in one handle, the others the least",
         f"of {RUNS} runs with a fresh handle (no process start), page cache warm. gc keeps the last {KEPT} commits of",
         "each branch, and the commit objects of all. What each verb grows with: [costs.md](../costs.md).", "",
-        f"Machine: {hosted['processor']}, {hosted['memory']}; commit {hosted['commit']}. Load average (1 minute) at "
-        f"the end {os.getloadavg()[0]:.1f}.", "",
+        *machine_and_load(PAGE.parent), "",
         "| verb | " + " | ".join(f"{commits:,} / {refs:,}" for commits, refs in cells) + " |",
         "| --- |" + " ---: |" * len(cells),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.harness import machine
+from benchmarks.harness.page import machine_and_load
 from benchmarks.long_build import Shape, build
 from benchmarks.long_history import PAGE, ROOT, SECTION
 from cas_ckpt.core.handle import RepositoryHandle
@@ -117,15 +117,13 @@ def started(path: Path, only: Sequence[str]) -> dict[str, float]:
 
 def section(found: Sequence[dict[str, float]]) -> str:
     """The section of the page."""
-    hosted = machine.describe(PAGE.parent)
     columns = [f"{each.commits:,} / {each.branches:,} / {each.commits * each.chunks:,}" for each in SHAPES]
     lines = [
         SECTION, "",
         "Written by `python -m benchmarks.long_verbs --write`: repositories of benchmarks/long_build.py, 20 commits to",
         "a meta pack and a data pack. Milliseconds; a column is commits / branches / chunks. A fresh handle for each,",
         "the least of three runs, page cache warm; lines of the command line: medians from process start.", "",
-        f"Machine: {hosted['processor']}, {hosted['memory']}, Python {hosted['python']}; commit {hosted['commit']}. "
-        f"Load average (1 minute) at the end {os.getloadavg()[0]:.1f}.", "",
+        *machine_and_load(PAGE.parent), "",
         "| verb | " + " | ".join(columns) + " |",
         "| --- |" + " ---: |" * len(columns),
         *(f"| {name} | " + " | ".join(f"{each[name]:,.1f}" for each in found) + " |" for name in found[0]),

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.machine import describe
 from benchmarks.harness.meter import measured
+from benchmarks.harness.page import heading
 from cas_ckpt import Repository
 from cas_ckpt.memory import DEFAULT_BYTES
 
@@ -102,14 +102,10 @@ def run_case(case: tuple[Any, ...], *, quick: bool, scratch: str | None) -> dict
         shutil.rmtree(folder)
 
 
-def page(rows: list[tuple[str, int, dict[str, int]]], machine: dict[str, str]) -> str:
+def page(rows: list[tuple[str, int, dict[str, int]]], scratch: Path) -> str:
     """The report."""
     lines = [
-        "# Memory beyond the state",
-        "",
-        "Written by `python -m benchmarks.memory --write`, figures as they came.",
-        f"Machine: {', '.join(machine[name] for name in ('processor', 'memory', 'kernel', 'python', 'disk'))}.",
-        "",
+        *heading("Memory beyond the state", "memory", scratch),
         "The most that is resident while a call runs (VmHWM), above what was before it, in MB; of `load`, less what it",
         "returns. Each row is a process, and calls follow one another there: buffers that the first commit leaves to",
         "the process are there already when the next begins.",
@@ -141,7 +137,7 @@ def main() -> None:
         found = run_case(case, quick=given.quick, scratch=given.scratch)
         rows.append((case[0], case[4] or DEFAULT_BYTES, found))
         print(rows[-1], flush=True)
-    text = page(rows, describe(Path(given.scratch or tempfile.gettempdir())))
+    text = page(rows, Path(given.scratch or tempfile.gettempdir()))
     print(text)
     if given.write:
         REPORT.write_text(text)

@@ -2,6 +2,7 @@
 
 1. `run` reads the options, makes a folder, and has the page made; it prints it, and writes it if asked to
 2. `heading` is the beginning of a page: who wrote it, on which machine, under which load
+3. `verdict` is what a figure is judged to be
 """
 
 from __future__ import annotations
@@ -47,16 +48,28 @@ def run(
 
 def heading(title: str, module: str, scratch: Path) -> list[str]:
     """The lines that a page of `benchmarks.module` begins with."""
-    machine = describe(scratch)
     return [
         f"# {title}",
         "",
         f"Written by `python -m benchmarks.{module} --write`, figures as they came.",
+        *machine_and_load(scratch),
+        "",
+    ]
+
+
+def machine_and_load(scratch: Path) -> list[str]:
+    """Two lines: what the figures were measured on, and what else went on there."""
+    machine = describe(scratch)
+    return [
         f"Machine: {machine['processor']}, {machine['memory']}, Python {machine['python']}, {machine['disk']}; "
         f"commit {machine['commit']}.",
         f"Load when it ended (1, 5, 15 minutes): {', '.join(f'{load:.2f}' for load in os.getloadavg())}.",
-        "",
     ]
+
+
+def verdict(found: float, at_most: float) -> str:
+    """What was wanted of a figure that should be small, and whether it is met."""
+    return f"{at_most:.2f} {'met' if found <= at_most else 'missed'}"
 
 
 def forget_all_but_one(*repos: Repository) -> None:

@@ -144,7 +144,7 @@ class Judge:
         text = "100,000 entries"
         save, count, one = (self._key(OURS, name, "small-100k") for name in ("save", "count", "one-entry"))
         return [
-            self._below(f"{text}: commit", save, "seconds", 10, _s),
+            self._below(f"{text}: commit", save, "seconds", 1.5, _s),
             self._below(f"{text}: checkout", self._key(OURS, "load-warm", "small-100k"), "seconds", 1.5, _s),
             self._below(f"{text}: open and list", count, "seconds", 1, _s),
             self._below(f"{text}: one changed entry, written", one, "wchar", 64 << 10, _kib),
@@ -155,7 +155,7 @@ class Judge:
         imported = self.results.median(key, "imports_torch")
         said = _text(imported, lambda value: "imported" if value else "not imported")
         return [
-            self._below(text, key, "seconds", 0.5, _s),
+            self._below(text, key, "seconds", 0.35, _s),
             Verdict(f"{text}: torch", "not imported", said, "", None if imported is None else not imported),
         ]
 

@@ -1,4 +1,5 @@
-"""What only a GPU can show; skipped where there is none. `pytest tests/gpu` takes a minute, kernels are compiled in it.
+"""What only a GPU can show; skipped where there is none. `python -m pytest --noconftest tests/gpu`
+takes a minute, kernels are compiled in it.
 
 The kernels themselves and all paths around them are tested without one, in tests/training/device/.
 """
