@@ -44,6 +44,10 @@ COPY_BYTES = 16 << 20
 """Bytes that a thread copies at a time: many small pieces, or a stretch of a large one."""
 
 
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK of Linux, which `mmap` has no name for."""
+
+
 def room_bytes(num_bytes: int) -> int:
     """Bytes of an arena that a piece of `num_bytes` takes: the next one begins aligned."""
     return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
@@ -53,11 +57,12 @@ class Arena:
     """One mapping of memory.
 
     Attributes:
-        shared: Other processes can map it, by `fd`; its memory is not the child's after a fork otherwise.
+        shared: Other processes can map it, by `fd`.
+        kept_by_children: A process that is forked has its bytes, as they are then; else it has zeros.
         fd: The memory as a file, if it is shared; else -1.
     """
 
-    def __init__(self, num_bytes: int, *, shared: bool = False) -> None:
+    def __init__(self, num_bytes: int, *, shared: bool = False, kept_by_children: bool = False) -> None:
         """Map at least `num_bytes`, untouched.
 
         Raises:
@@ -65,8 +70,8 @@ class Arena:
         """
         size = -(-max(num_bytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
         self.shared = shared
+        self.kept_by_children = kept_by_children
         self.fd = -1
-        self._pid = os.getpid()
         try:
             if shared:
                 self.fd = os.memfd_create("cas-ckpt-staging", os.MFD_CLOEXEC)
@@ -83,11 +88,12 @@ class Arena:
     def _advise(self) -> None:
         with suppress(OSError):  # a kernel without it: slower, not wrong
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        if not self.shared:
-            # A child never looks at it. Were it the child's too, every page would be copied once more after each fork,
-            # such as for the workers of a data loader.
+        if not self.shared and not self.kept_by_children:
+            # A child never looks at it. Were its bytes the child's too, every page would be copied once more after each
+            # fork, such as for the workers of a data loader. The mapping itself stays: the child has this object too,
+            # and what it unmaps must not be what it put there meanwhile.
             with suppress(OSError):
-                self._map.madvise(mmap.MADV_DONTFORK)
+                self._map.madvise(_WIPE_ON_FORK)
 
     def _view(self) -> None:
         self._memory: Array | None = np.frombuffer(self._map, np.uint8)
@@ -167,15 +173,16 @@ class StagingPool:
 
     Args:
         shared: Other processes can map the arenas.
+        kept_by_children: Forked processes may read what is in the arenas.
         prepare: Told of every mapping before it is used, also of one that was grown.
         dismiss: Told of it before it is unmapped or grown.
     """
 
     def __init__(
-        self, *, shared: bool = False, prepare: Callable[[Arena], object] = _nothing,
-        dismiss: Callable[[Arena], object] = _nothing,
+        self, *, shared: bool = False, kept_by_children: bool = False,
+        prepare: Callable[[Arena], object] = _nothing, dismiss: Callable[[Arena], object] = _nothing,
     ) -> None:  # fmt: skip
-        self.shared = shared
+        self.shared, self._kept_by_children = shared, kept_by_children
         self._prepare, self._dismiss = prepare, dismiss
         self._lock = threading.Lock()
         self._free: list[Arena] = []
@@ -213,9 +220,9 @@ class StagingPool:
             arena = fitting[0] if fitting else self._grown(growing[-1], size) if growing else None
             if arena is not None:
                 self._free.remove(arena)
-            self._drop(left - size)
+            self._drop(left - (size if arena is None else arena.num_bytes))
             if arena is None:
-                arena = Arena(size, shared=self.shared)
+                arena = Arena(size, shared=self.shared, kept_by_children=self._kept_by_children)
                 self._prepare(arena)
             arena.clear()
             self._taken.append(arena)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -67,6 +69,39 @@ def test_memory_is_used_again_once_nobody_looks_at_it_and_not_before() -> None:
     del kept
     third: Any = stage_state(state)
     assert address(third["w"]) == first and third["w"].sum() == 1_000_000 and not second["w"].any()
+
+
+def test_a_forked_child_reads_what_was_staged_and_stages_by_itself() -> None:
+    copy: Any = stage_state({"w": torch.full((1_000_000,), 2.0)})
+    del copy
+    copy = stage_state({"w": torch.full((1_000_000,), 3.0)})
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        own: Any = stage_state({"w": torch.full((1_000_000,), 4.0)})
+        os._exit(0 if bool((copy["w"] == 3).all() and (own["w"] == 4).all()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_memory_of_which_two_threads_drop_the_last_parts_at_once_is_given_back_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = threading.Barrier(2)
+
+    class Left(list[int]):
+        def pop(self, *at: Any) -> int:
+            found = super().pop(*at)
+            both.wait(10)
+            return found
+
+    monkeypatch.setattr(staging._arenas, "_over", over := [])
+    left, arena = Left(range(2)), object()
+    threads = [threading.Thread(target=staging._arenas._gone, args=(arena, left)) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert over == [arena]
 
 
 def test_what_is_warm_does_not_grow_from_save_to_save() -> None:

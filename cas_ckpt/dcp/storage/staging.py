@@ -33,7 +33,8 @@ class _Arenas:
     """The arenas of all such copies of this process."""
 
     def __init__(self) -> None:
-        self._pool = StagingPool(prepare=pin, dismiss=unpin)
+        # What is staged is the caller's, who may fork and read it there.
+        self._pool = StagingPool(kept_by_children=True, prepare=pin, dismiss=unpin)
         self._lock = threading.Lock()
         self._taken_bytes = 0
         # Finalizers run wherever memory happens to be freed, also inside of the pool: they only note what is over.
@@ -56,18 +57,17 @@ class _Arenas:
             if taken is None:
                 return {}
             self._taken_bytes += taken.num_bytes
-        left: list[None] = [None] * len(storages)
+        left = list(range(len(storages)))
         return {key: self._lent(taken, storage.nbytes(), left) for key, storage in storages.items()}
 
-    def _lent(self, arena: Arena, num_bytes: int, left: list[None]) -> torch.UntypedStorage:
+    def _lent(self, arena: Arena, num_bytes: int, left: list[int]) -> torch.UntypedStorage:
         """A storage in `arena`, which is over when all of `left` are gone."""
         _, memory = arena.room(num_bytes)
         weakref.finalize(memory, partial(self._gone, arena, left)).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
-    def _gone(self, arena: Arena, left: list[None]) -> None:
-        left.pop()
-        if not left:
+    def _gone(self, arena: Arena, left: list[int]) -> None:
+        if left.pop() == 0:  # one step, which no other thread's comes between: the last one gets the 0
             self._over.append(arena)
 
 

@@ -224,7 +224,8 @@ class BackgroundCommits:
         """Make the commit, in this thread or in the worker process."""
         with self._turn(), collective_errors(peers):
             if worker is None:
-                return commit_live(self._handle, snapshot.tree, request, peers=peers, **rest)
+                looked_at = replace(request, announce=lambda _: snapshot.check())  # the last look, before the swap
+                return commit_live(self._handle, snapshot.tree, looked_at, peers=peers, **rest)
             return worker.commit(
                 snapshot.tree, request, arenas=snapshot.arenas, peers=peers, check=snapshot.check, **rest
             )  # fmt: skip

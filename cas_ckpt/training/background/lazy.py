@@ -109,11 +109,13 @@ class _Stager:
 
 def _portions(tensors: Sequence[StagedTensor]) -> Iterator[list[StagedTensor]]:
     portion: list[StagedTensor] = []
+    num_bytes = 0
     for each in tensors:
         portion.append(each)
-        if sum(tensor.num_bytes for tensor in portion) >= PORTION_BYTES:
+        num_bytes += each.num_bytes
+        if num_bytes >= PORTION_BYTES:
             yield portion
-            portion = []
+            portion, num_bytes = [], 0
     if portion:
         yield portion
 

@@ -217,12 +217,12 @@ class PendingCommit:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for callback in callbacks:
-            self._call(callback)
+            self._call(callback, BaseException)  # SystemExit, too: the commits behind this one go on
 
-    def _call(self, callback: Callable[[PendingCommit], object]) -> None:
+    def _call(self, callback: Callable[[PendingCommit], object], logged: type[BaseException] = Exception) -> None:
         try:
             callback(self)
-        except Exception:
+        except logged:
             _LOGGER.exception("a callback of %s raised", self.what)
 
     def take_failure(self) -> BaseException | None:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cas_ckpt import clock
@@ -70,10 +71,22 @@ class CommitQueue:
         self.raise_failure()
 
     def submit(self, pending: PendingCommit, run: Callable[[], CommitInfo]) -> None:
-        """Run it when those before it have ended."""
+        """Run it when those before it have ended.
+
+        Raises:
+            RuntimeError: no thread can be started, and it will not be run.
+        """
+        job = _Job(pending, run)
         with self._changed:
-            self._waiting.append(_Job(pending, run))
-        self._background.wake()
+            self._waiting.append(job)
+        try:
+            self._background.wake()
+        except BaseException:
+            with self._changed:
+                with suppress(ValueError):  # the thread is there, and has taken it
+                    self._waiting.remove(job)
+                self._changed.notify_all()
+            raise
 
     def is_worker(self) -> bool:
         """Whether this is the thread that makes the commits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -165,16 +166,35 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(
         pending = repo.commit_async(state_of(1), step=1, max_in_flight=2)
         later = repo.commit_async(state_of(2), step=2, max_in_flight=2)
         pending.add_done_callback(lambda _: 1 / 0)
+        pending.add_done_callback(lambda _: sys.exit("of a callback"))
         pending.add_done_callback(waits)
         pending.add_done_callback(lambda each: heard.append(each.result().step))
     assert later.result().step == 2
     assert heard == ["refused"] * 4 + [1]
-    assert "ZeroDivisionError" in caplog.text
+    assert "ZeroDivisionError" in caplog.text and "SystemExit: of a callback" in caplog.text
     pending.add_done_callback(lambda each: heard.append("at once"))
     assert heard[-1] == "at once"
 
 
 # ------------------------------------------------------------ others at the same time
+
+
+def test_a_commit_that_no_thread_can_be_started_for_fails_the_call_and_holds_nobody(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "cas-ckpt-background":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            repo.commit_async(state_of(1))
+    assert repo.drain(10)
+    assert repo.commit_async(state_of(2), step=2).result(60).step == 2 and value_at(repo, "main") == 2
 
 
 def test_a_collection_between_staging_and_publishing_takes_nothing(repo: Repository) -> None:

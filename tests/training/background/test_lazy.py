@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from cas_ckpt import Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError, CancelledError
 from cas_ckpt.training.background import lazy, step_hook
+from cas_ckpt.training.background.staged import Snapshot
 from cas_ckpt.transfer import staging
 from tests.training.background.loops import KINDS, Training
 
@@ -225,6 +227,40 @@ def test_a_change_that_no_hook_sees_fails_the_commit_and_names_the_key(
     assert repo.latest() == first
     training.step()
     assert repo.commit_async(training.state, snapshot="lazy").result().root == root_of(training)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_change_that_is_seen_after_all_was_saved_is_not_published(
+    tmp_path: Path, worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation may begin before the copy and end after it; its version counter moves at the end."""
+    training = Training()
+    with Repository.init(tmp_path / "repo") as repo:
+        first = repo.commit(training.state)
+        check = Snapshot.check
+
+        def ends_before(snapshot: Snapshot) -> None:
+            with torch.no_grad():
+                training.model.second.weight.add_(0)
+            check(snapshot)
+
+        monkeypatch.setattr(Snapshot, "check", ends_before)
+        pending = repo.commit_async(training.state, snapshot="lazy", worker=worker)
+        assert isinstance(pending.exception(TIMEOUT_S), StateChangedError)
+        assert repo.latest() == first
+
+
+def test_the_portions_of_many_small_tensors_are_counted_once_each() -> None:
+    class Tensor:
+        asked = 0
+
+        @property
+        def num_bytes(self) -> int:
+            Tensor.asked += 1
+            return lazy.PORTION_BYTES // 1000 + 1
+
+    portions = list(lazy._portions([Tensor() for _ in range(3000)]))  # type: ignore[misc]
+    assert Tensor.asked == 3000 and sum(map(len, portions)) == 3000 and len(portions) == 3
 
 
 def _begin_held(released: threading.Event) -> Callable[[Any], None]:
