@@ -1,8 +1,9 @@
 """Changes of tensors that no hook sees, found by torch's version counters and by samples of their elements.
 
-    1. `Watch.add` notes, at the call, the counters of a tensor, the size of its memory, and a few of its elements.
-    2. Whoever copies the tensor asks it afterwards: `Watched.check`.
-    3. `Watch.look` asks again; `Watch.settle` asks all of them for the last time.
+    1. `Watch.add` notes, at the call, the counters of a tensor and where its memory is.
+    2. `Watch.begin` keeps a few elements of each, all read at once.
+    3. Whoever copies the tensor asks it afterwards: `Watch.check`.
+    4. `Watch.look` asks again; `Watch.settle` asks all of them for the last time.
 
 What a counter does not count: writes through `.data`, through NumPy and through the storage, foreach operations on
 DTensors, fused operations called without their optimizer. Of these the samples find most that change whole tensors.
@@ -11,6 +12,9 @@ A counter moves when an operation has ended, in the thread that made it. So a co
 inside of an operation needs a second look, after that thread has come out of it: a commit looks again when that thread
 steps or waits for the commit, at the latest before it publishes.
 
+What is noted is kept in columns, not in an object for each tensor: a call of thousands of tensors makes few objects,
+which the search of Python's garbage collector at its end goes through.
+
 Invariant: a tensor that passes was not changed by an operation that torch counts and that ended before the look.
 Must not know how tensors are copied.
 """
@@ -18,109 +22,88 @@ Must not know how tensors are copied.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from cas_ckpt.errors import StateChangedError
-from cas_ckpt.training.capture.tensors import Array, host_bits
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 NUM_SAMPLES = 4
-"""Elements of a tensor that are kept, at least: of a tensor that changed everywhere, one would do."""
+"""Elements of a tensor that are kept: of a tensor that changed everywhere, one would do."""
 
 
 @dataclass(slots=True)  # not frozen: that would take longer to make, and thousands are made at a call
-class _Sample:
-    """Some elements of a tensor on the host: the memory that they are in, and their bytes at the call."""
-
-    places: Array
-    elements: bytes
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, share: float) -> _Sample:
-        """Elements at equal distances; the first one is after this share of such a distance."""
-        step = max(1, tensor.numel() // NUM_SAMPLES)
-        places = host_bits(tensor).reshape(-1)[int(share * step) :: step]
-        return cls(places, places.tobytes())
-
-    def is_unchanged(self) -> bool:
-        return self.places.tobytes() == self.elements
-
-
-@dataclass(slots=True)
 class Watched:
-    """A tensor as it was at the call.
+    """A tensor as it was at the call: which rows of a `Watch` are about it.
 
     Attributes:
         key: What messages call it.
-        counted: Those whose counters count its changes, and what they said.
-        memory: The storages that hold its elements, and their sizes; kept, whatever becomes of the live tensors.
-        samples: Of the tensors on the host that lie in one piece.
+        first, last: Of the tensors that hold its elements, which keep that memory whatever becomes of the live ones.
+        first_counted, last_counted: Of those whose counters count its changes.
     """
 
     key: str
-    counted: tuple[tuple[torch.Tensor, int], ...]
-    memory: tuple[tuple[torch.UntypedStorage, int], ...]
-    samples: tuple[_Sample, ...]
-
-    def check_counters(self) -> None:
-        """Return if nothing that torch counts has changed it.
-
-        Raises:
-            StateChangedError: names it.
-        """
-        if any(storage.nbytes() != num_bytes for storage, num_bytes in self.memory):
-            raise _changed(self.key, "its memory was freed or resized")
-        if any(tensor._version != version for tensor, version in self.counted):
-            raise _changed(self.key, "it was changed in place")
-
-    def check(self) -> None:
-        """Return if the counters and the samples are those of the call.
-
-        Raises:
-            StateChangedError: names it.
-        """
-        self.check_counters()
-        if not all(sample.is_unchanged() for sample in self.samples):
-            raise _changed(self.key, "it was changed in a way that torch does not count (.data, NumPy, the storage)")
-
-
-def _changed(key: str, how: str) -> StateChangedError:
-    return StateChangedError(
-        f"{key}: {how} after commit_async(snapshot='lazy') had returned and before it was staged, and not by the step "
-        "of an optimizer of torch, which waits: call wait_staged() of the pending commit before you change the state, "
-        "or use snapshot='copy'; nothing was published"
-    )
+    first: int
+    last: int
+    first_counted: int
+    last_counted: int
 
 
 class Watch:
     """The tensors of one commit that are read after its call has returned. Threads may share it."""
 
     def __init__(self) -> None:
-        self._tensors: list[Watched] = []
-        self._share = Random().random()  # a generator of its own: a commit must not move anybody's random state
+        self._watched: list[Watched] = []
+        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._counted: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._samples = _Samples()
         self._lock = threading.Lock()
         self._is_settled = False
         self._error: StateChangedError | None = None
 
-    def __iter__(self) -> Iterator[Watched]:
-        return iter(self._tensors)
-
     def add(self, key: str, tensors: Sequence[torch.Tensor], counting: Sequence[torch.Tensor]) -> Watched:
         """Watch the elements of `tensors` (strided, of the base class), whose changes are counted by `counting`."""
-        # Lists, not generators: each of these takes as long as what is in it.
-        counted = [(tensor, tensor._version) for tensor in counting]
-        memory, samples = [], []
+        first, first_counted = len(self._tensors), len(self._counted)
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            memory.append((storage, storage.nbytes()))
-            if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
-                samples.append(_Sample.of(tensor, self._share))
-        watched = Watched(key, tuple(counted), tuple(memory), tuple(samples))
-        self._tensors.append(watched)
+            self._tensors.append(tensor)
+            self._addresses.append(tensor.data_ptr())
+        for tensor in counting:
+            self._counted.append(tensor)
+            self._versions.append(tensor._version)
+        watched = Watched(key, first, len(self._tensors), first_counted, len(self._counted))
+        self._watched.append(watched)
         return watched
+
+    def begin(self) -> None:
+        """Keep elements of all that was added."""
+        self._samples = _Samples.of(self._tensors, self._addresses)
+
+    def _check_counters(self, at: Watched) -> None:
+        for row in range(at.first, at.last):
+            if self._tensors[row].data_ptr() != self._addresses[row]:
+                raise _changed(at.key, "its memory was freed or resized")
+        for row in range(at.first_counted, at.last_counted):
+            if self._counted[row]._version != self._versions[row]:
+                raise _changed(at.key, "it was changed in place")
+
+    def check(self, at: Watched) -> None:
+        """Return if the counters and the samples of `at` are those of the call; after it was read.
+
+        Raises:
+            StateChangedError: names it.
+        """
+        self._check_counters(at)
+        # What was read as an array is never resized by torch again: its elements are still where they were.
+        if not all(self._samples.are_unchanged(row) for row in range(at.first, at.last)):
+            raise _changed(at.key, "it was changed in a way that torch does not count (.data, NumPy, the storage)")
 
     def look(self, at: Watched | None = None) -> None:
         """Return if no counter of `at` (None: of any tensor) has moved; once settled, what was found then counts.
@@ -130,8 +113,8 @@ class Watch:
         """
         with self._lock:
             if not self._is_settled:
-                for each in self._tensors if at is None else (at,):
-                    each.check_counters()
+                for each in self._watched if at is None else (at,):
+                    self._check_counters(each)
             elif self._error is not None:
                 raise self._error
 
@@ -141,8 +124,61 @@ class Watch:
             if self._is_settled:
                 return
             try:
-                for each in self._tensors:
-                    each.check_counters()
+                for each in self._watched:
+                    self._check_counters(each)
             except StateChangedError as error:
                 self._error = error
             self._is_settled = True
+
+
+class _Samples:
+    """Elements of tensors on the host that lie in one piece, as bits, and where they are in memory."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[dict[int, int], Array, Array]] = []
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> _Samples:
+        """Elements of each at equal distances; the first one is after a share of such a distance, by chance."""
+        samples = cls()
+        share = Random().random()  # a generator of its own: a commit must not move anybody's random state
+        of_width: dict[int, list[tuple[int, int, int]]] = {}
+        for row, tensor in enumerate(tensors):
+            if tensor.is_cpu and tensor.is_contiguous() and (num_elements := tensor.numel()):
+                of_width.setdefault(tensor.element_size(), []).append((row, addresses[row], num_elements))
+        for item_bytes, found in of_width.items():
+            rows, starts, lengths = np.array(found, np.int64).T
+            step = np.maximum(1, lengths // NUM_SAMPLES)
+            elements = np.minimum((share * step).astype(np.int64) + step * np.arange(NUM_SAMPLES)[:, None], lengths - 1)
+            places = (starts + elements * item_bytes).T[:, :, None] + np.arange(item_bytes)
+            numbers = dict(zip(rows.tolist(), range(len(rows)), strict=True))
+            samples._found.append((numbers, places, _bytes_at(places)))
+        return samples
+
+    def are_unchanged(self, row: int) -> bool:
+        for numbers, places, before in self._found:
+            number = numbers.get(row)
+            if number is not None:
+                return bool((_bytes_at(places[number]) == before[number]).all())
+        return True
+
+
+class _Memory:
+    """Memory of this process as an array of bytes; what of it is not mapped must not be looked at."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.__array_interface__ = {"data": (first, True), "shape": (last - first + 1,), "typestr": "|u1", "version": 3}
+
+
+def _bytes_at(places: Array) -> Array:
+    """The bytes at these addresses."""
+    first = int(places.min())
+    return np.asarray(_Memory(first, int(places.max())))[places - first]
+
+
+def _changed(key: str, how: str) -> StateChangedError:
+    return StateChangedError(
+        f"{key}: {how} after commit_async(snapshot='lazy') had returned and before it was staged, and not by the step "
+        "of an optimizer of torch, which waits: call wait_staged() of the pending commit before you change the state, "
+        "or use snapshot='copy'; nothing was published"
+    )

@@ -122,7 +122,7 @@ def _portions(tensors: Sequence[StagedTensor]) -> Iterator[list[StagedTensor]]:
 
 def _watched(snapshot: Snapshot, memory: TrainedMemory) -> list[StagedTensor]:
     """The tensors of `snapshot` that only optimizers change, each watched from now on."""
-    found = []
+    found, watch = [], snapshot.watch
     for each in snapshot.tensors:
         live = each.live
         if live is None or each.num_bytes <= INLINE_BYTES:
@@ -133,8 +133,9 @@ def _watched(snapshot: Snapshot, memory: TrainedMemory) -> list[StagedTensor]:
         source, tensors = kept
         counting = [memory.counting(tensor) for tensor in tensors]
         if all(counting):
-            each.be_read_later(source, snapshot.watch.add(each.key, tensors, [t for some in counting for t in some]))
+            each.be_read_later(source, watch.add(each.key, tensors, [t for some in counting for t in some]))
             found.append(each)
+    watch.begin()
     return found
 
 

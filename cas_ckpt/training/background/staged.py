@@ -187,7 +187,7 @@ class StagedTensor:
             StateChangedError: names it.
         """
         if self.watched is not None:
-            self.watched.check()
+            self._snapshot.watch.check(self.watched)
 
     def be_staged(self, arrays: tuple[Array, ...], places: Places) -> None:
         """The copies are made: it is read there from now on."""

@@ -14,15 +14,13 @@ object for its state and changes none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, is_kind
 from cas_ckpt.training.optimizers import NamedOptimizer
 from cas_ckpt.training.stateful import NamedModule, found_in
-
-Place: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 _KINDS = (torch.nn.Module, NamedModule, torch.optim.Optimizer, NamedOptimizer)
 
@@ -31,7 +29,8 @@ class TrainedMemory:
     """The memory of one state that only optimizers change; valid while the live tensors are what they are."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._live: dict[Place, tuple[torch.Tensor, ...]] = {}
+        # By address: the strided tensor that is there, and those whose counters count its changes.
+        self._live: dict[int, list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]] = {}
         self._changed_by_forward: set[int] = set()
         for _, found in found_in(state, _KINDS):
             self._add(found)
@@ -47,7 +46,8 @@ class TrainedMemory:
         for part in module.modules():
             for buffer in part._buffers.values():
                 self._add_changed(buffer)
-            is_rescaled = getattr(part, "max_norm", None) is not None
+            # Not of the module itself: a module is slow to say that it has no such attribute.
+            is_rescaled = vars(part).get("max_norm", getattr(type(part), "max_norm", None)) is not None
             for param in part._parameters.values():
                 if is_rescaled:
                     self._add_changed(param)
@@ -61,27 +61,30 @@ class TrainedMemory:
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         counting = _locals_of(tensor)
-        for each in counting:
-            if each.is_inference() or not each.numel():
-                return
         for local in counting:
-            place = _place_of(local)
             counted = counting if local is tensor else (tensor, *counting)
-            before = self._live.get(place)
-            self._live[place] = counted if before is None else (*before, *counted)
+            self._live.setdefault(local.data_ptr(), []).append((local, counted))
 
-    def counting(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def counting(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The live tensors whose version counters count every change of the memory of `tensor`; none: copy it now.
 
         Args:
             tensor: Strided, of the base class, as a capture has it: of a divided one, the local part.
         """
-        found = self._live.get(_place_of(tensor), ())
-        return () if found and tensor.untyped_storage().data_ptr() in self._changed_by_forward else found
+        found = [
+            each
+            for live, counting in self._live.get(tensor.data_ptr(), ())
+            if live is tensor or _is_same_part(live, tensor)
+            for each in counting
+        ]
+        if found and self._changed_by_forward and tensor.untyped_storage().data_ptr() in self._changed_by_forward:
+            return []
+        return [] if any(each.is_inference() or not each.numel() for each in found) else found
 
 
-def _place_of(tensor: torch.Tensor) -> Place:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def _is_same_part(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two tensors that begin at one address: whether they end at one, with the same elements."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _locals_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

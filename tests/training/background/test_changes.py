@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from cas_ckpt import StateChangedError
-from cas_ckpt.training.background.changes import Watch
+from cas_ckpt.training.background.changes import Watch, Watched
 
 
 def weight_of(size: int = 1000) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.arange(float(size)))
+
+
+def watch_of(key: str, tensors: list[torch.Tensor], counting: list[torch.Tensor]) -> tuple[Watch, Watched]:
+    watch = Watch()
+    watched = watch.add(key, tensors, counting)
+    watch.begin()
+    return watch, watched
 
 
 def change_in_inference_mode(weight: torch.Tensor) -> None:
@@ -37,20 +44,20 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_found_and_named(name: str) -> None:
     weight = weight_of()
-    watched = Watch().add("model/w", [weight.detach()], [weight])
-    watched.check()
+    watch, watched = watch_of("model/w", [weight.detach()], [weight])
+    watch.check(watched)
     CHANGES[name](weight)
     with pytest.raises(StateChangedError, match=r"^model/w: .*wait_staged"):
-        watched.check()
+        watch.check(watched)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 8000])
 def test_memory_that_is_freed_or_resized_is_a_change(num_bytes: int) -> None:
     weight = torch.zeros(10, 20).t()  # of what lies in one piece samples are kept, so torch refuses to resize it
-    watched = Watch().add("w", [weight.detach()], [weight])
+    watch, watched = watch_of("w", [weight.detach()], [weight])
     weight.untyped_storage().resize_(num_bytes)
     with pytest.raises(StateChangedError, match=r"^w: its memory was freed"):
-        watched.check()
+        watch.check(watched)
 
 
 HARMLESS: dict[str, Callable[[torch.nn.Parameter], object]] = {
@@ -65,9 +72,9 @@ HARMLESS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 def test_what_leaves_the_bytes_of_the_call_alone_is_no_change(name: str) -> None:
     weight = weight_of()
     kept = weight.detach()
-    watched = Watch().add("w", [kept], [weight])
+    watch, watched = watch_of("w", [kept], [weight])
     HARMLESS[name](weight)
-    watched.check()
+    watch.check(watched)
     assert torch.equal(kept, torch.arange(1000.0))
 
 
@@ -76,17 +83,16 @@ def test_samples_of_any_shape_and_dtype_are_compared_as_bits(shape: tuple[int, .
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn):
         tensor = torch.zeros(shape).to(dtype)
         tensor.view(torch.uint8).fill_(255 if dtype.is_floating_point else 1)  # NaN equals itself here
-        watched = Watch().add("w", [tensor], [tensor])
-        watched.check()
+        watch, watched = watch_of("w", [tensor], [tensor])
+        watch.check(watched)
         tensor.data.view(torch.uint8).fill_(0)
         with pytest.raises(StateChangedError, match="does not count"):
-            watched.check()
+            watch.check(watched)
 
 
 def test_what_changes_after_the_last_look_is_no_business_of_the_commit() -> None:
     weight = weight_of()
-    watch = Watch()
-    watched = watch.add("w", [weight.detach()], [weight])
+    watch, watched = watch_of("w", [weight.detach()], [weight])
     watch.settle()
     weight.detach().add_(1)
     watch.look()
@@ -109,5 +115,5 @@ def test_what_was_found_at_the_last_look_stays_found() -> None:
 def test_watching_draws_no_random_number_of_the_program() -> None:
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    Watch().add("w", [torch.zeros(10_000)], [])
+    watch_of("w", [torch.zeros(10_000)], [])
     assert torch.equal(before, torch.random.get_rng_state())
