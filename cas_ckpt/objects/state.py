@@ -137,9 +137,9 @@ class ArrayTarget(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take twice as long to make
 class TensorItem:
-    """A tensor to be committed.
+    """A tensor to be committed. Nobody changes one but a background commit, its own: it puts a copy of the source there.
 
     Attributes:
         flavor: What `load` makes of it.

@@ -186,10 +186,14 @@ class NamedModule:
 
     module: torch.nn.Module
 
-    def state_dict(self) -> Any:
-        """The module's own state dict; a plain dict where keys had to be shortened."""
+    def state_dict(self, found: Survey | None = None) -> Any:
+        """The module's own state dict; a plain dict where keys had to be shortened.
+
+        Args:
+            found: What a survey has found just now.
+        """
         state: Any = self.module.state_dict()
-        found = survey(self.module)
+        found = found or survey(self.module)
         if not found.prefixes or not isinstance(state, dict):
             return state
         return {found.clean(key): value for key, value in state.items()}
@@ -233,10 +237,10 @@ class FlatModule(NamedModule):
 
     __slots__ = ()
 
-    def state_dict(self) -> Any:
+    def state_dict(self, found: Survey | None = None) -> Any:
         """See `NamedModule.state_dict`."""
         with _sharded(self.module):
-            return super().state_dict()
+            return super().state_dict(found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `NamedModule.load_state_dict`."""
@@ -310,6 +314,12 @@ class Names:
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value)
         return value
+
+    def state_dict(self, adapter: Any) -> Any:
+        """The state of what `adapt` gave just now; modules are not surveyed once more."""
+        if isinstance(adapter, NamedModule) and id(adapter.module) in self._surveys:
+            return adapter.state_dict(self._survey(adapter.module))
+        return adapter.state_dict()
 
     def without_grad(self) -> Iterator[str]:
         """The keys of all parameters whose requires_grad is False; of tied ones the first.

@@ -142,12 +142,12 @@ class _Samples:
         """Elements of each at equal distances; the first one is after a share of such a distance, by chance."""
         samples = cls()
         share = Random().random()  # a generator of its own: a commit must not move anybody's random state
-        of_width: dict[int, list[tuple[int, int, int]]] = {}
+        of_width: dict[int, list[int]] = {}
         for row, tensor in enumerate(tensors):
             if tensor.is_cpu and tensor.is_contiguous() and (num_elements := tensor.numel()):
-                of_width.setdefault(tensor.element_size(), []).append((row, addresses[row], num_elements))
+                of_width.setdefault(tensor.dtype.itemsize, []).extend((row, addresses[row], num_elements))
         for item_bytes, found in of_width.items():
-            rows, starts, lengths = np.array(found, np.int64).T
+            rows, starts, lengths = np.array(found, np.int64).reshape(-1, 3).T
             step = np.maximum(1, lengths // NUM_SAMPLES)
             elements = np.minimum((share * step).astype(np.int64) + step * np.arange(NUM_SAMPLES)[:, None], lengths - 1)
             places = (starts + elements * item_bytes).T[:, :, None] + np.arange(item_bytes)

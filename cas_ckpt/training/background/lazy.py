@@ -127,24 +127,27 @@ def _watched(snapshot: Snapshot, memory: TrainedMemory) -> list[StagedTensor]:
         live = each.live
         if live is None or each.num_bytes <= INLINE_BYTES:
             continue
-        kept = _kept(live)
-        if kept is None:
-            continue
-        source, tensors = kept
+        tensors = _tensors_of(live)
         counting = [memory.counting(tensor) for tensor in tensors]
-        if all(counting):
-            each.be_read_later(source, watch.add(each.key, tensors, [t for some in counting for t in some]))
+        if tensors and all(counting):
+            source, kept = _kept(live)
+            each.be_read_later(source, watch.add(each.key, kept, [tensor for some in counting for tensor in some]))
             found.append(each)
     watch.begin()
     return found
 
 
-def _kept(source: ArraySource) -> tuple[ArraySource, list[torch.Tensor]] | None:
-    """`source` over tensors of our own, and these: `tensor.data = other` changes the live one's memory, not theirs."""
+def _tensors_of(source: ArraySource) -> list[torch.Tensor]:
+    """The strided tensors that `source` reads; none: it reads something else."""
     if isinstance(source, (HostTensor, CopiedTensor)):
-        tensor = source.tensor.detach()
-        return type(source)(tensor), [tensor]
+        return [source.tensor]
+    return [local.tensor for local in source.locals] if isinstance(source, ShardElements) else []
+
+
+def _kept(source: Any) -> tuple[ArraySource, list[torch.Tensor]]:
+    """`source` over tensors of our own, and these: `tensor.data = other` changes the live one's memory, not theirs."""
     if isinstance(source, ShardElements):
         kept = [type(local)(local.tensor.detach()) for local in source.locals]
         return replace(source, locals=tuple(kept)), [local.tensor for local in kept]
-    return None
+    tensor = source.tensor.detach()
+    return type(source)(tensor), [tensor]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -78,7 +79,7 @@ class StagedTensor:
         self.item_bytes = spec.item_bytes
         self.num_bytes = self.room = 0
         for box in boxes:
-            num_bytes = box.num_elements * self.item_bytes
+            num_bytes = prod(box.sizes) * self.item_bytes
             self.num_bytes += num_bytes
             self.room += room_bytes(num_bytes)
         self.places: Places = ()
@@ -224,7 +225,7 @@ class Snapshot:
     """
 
     def __init__(self, state: Container, *, rank: int = 0, allow_pickle: bool = False, is_known: IsKnown | None = None):
-        """Walk `state`; nothing is copied, values are encoded.
+        """Walk `state`, which becomes the tree: values are encoded, sources replaced, in place; nothing is copied.
 
         Raises:
             UnsupportedValueError: names the key of a value that cannot be expressed.
@@ -240,50 +241,43 @@ class Snapshot:
         self._pool: StagingPool | None = None
         self._rank, self._allow_pickle, self._is_known = rank, allow_pickle, is_known
         self._tied: dict[Any, StagedTensor] = {}
-        self.tree = self._walk(state)
+        self.tree = state
+        self._walk(state)
         self._tied = {}
         self.num_bytes = sum(each.num_bytes for each in self.tensors)
         self._num_live = len(self.tensors)
         # What each thread of the commit looks at: the answer of `read` is valid until the same thread reads again.
         self._views: dict[int, StagedTensor] = {}
 
-    def _walk(self, state: Container) -> Container:
-        root = Container(state.kind, {}, state.attrs)
-        waiting = [(state, root, "")]
+    def _walk(self, state: Container) -> None:
+        waiting = [(state, "")]
         while waiting:
-            container, made, key = waiting.pop()
-            prefix = f"{key}/" if key else ""
-            for name, item in container.children.items():
+            container, prefix = waiting.pop()
+            children = container.children
+            for name, item in children.items():
                 at = prefix + (name if type(name) is str and PLAIN_NAME.match(name) else render_name(name))
-                if isinstance(item, Container):
-                    below = Container(item.kind, {}, item.attrs)
-                    made.children[name] = below
-                    waiting.append((item, below, at))
-                elif isinstance(item, TensorItem):
-                    made.children[name] = self._tensor(item, at)
+                if isinstance(item, TensorItem):
+                    self._stand_in(item, at)
+                elif isinstance(item, Container):
+                    waiting.append((item, at + "/"))
                 elif isinstance(item, ValueItem):
-                    data = encode_value(item.value, key=at, allow_pickle=self._allow_pickle)
-                    made.children[name] = EncodedValue(data)
-                else:
-                    made.children[name] = item
-        return root
+                    children[name] = EncodedValue(encode_value(item.value, key=at, allow_pickle=self._allow_pickle))
 
-    def _tensor(self, item: TensorItem, key: str) -> TensorItem:
+    def _stand_in(self, item: TensorItem, key: str) -> None:
+        """Let `item` be read of a `StagedTensor`, if it is to be staged."""
         spec = item.spec
-        # Asked now: what the identity refers to may be gone when the commit looks at it, and has no hash then.
-        tie = None if item.identity is None else (item.identity[0], spec.dtype, hash(item.identity[0]))
-        staged = None if tie is None else self._tied.get(tie)
-        if staged is None:
-            boxes: tuple[Box, ...] = (spec.box,)
-            if item.placement is not None:
-                boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
-            if self._is_known is not None and self._is_known(key, item, boxes):
-                return item
-            staged = StagedTensor(self, key, item.source, boxes, spec)
+        boxes: tuple[Box, ...] = (spec.box,)
+        if item.placement is not None:
+            boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
+        # Asked for its hash now: what the identity refers to may be gone when the commit looks at it, and has none then.
+        tie = None if item.identity is None else (item.identity[0], spec.dtype)
+        if self._is_known is not None and tie not in self._tied and self._is_known(key, item, boxes):
+            return
+        staged = StagedTensor(self, key, item.source, boxes, spec)
+        first = staged if tie is None else self._tied.setdefault(tie, staged)
+        if first is staged:
             self.tensors.append(staged)
-            if tie is not None:
-                self._tied[tie] = staged
-        return TensorItem(spec, staged, item.flavor, item.identity, item.placement)
+        item.source = first
 
     # ------------------------------------------------------------ memory
 

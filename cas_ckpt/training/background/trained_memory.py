@@ -29,8 +29,8 @@ class TrainedMemory:
     """The memory of one state that only optimizers change; valid while the live tensors are what they are."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        # By address: the strided tensor that is there, and those whose counters count its changes.
-        self._live: dict[int, list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]] = {}
+        # By address: the strided tensor that is there, and those whose counters count its changes (None: its own does).
+        self._live: dict[int, list[tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]]] = {}
         self._changed_by_forward: set[int] = set()
         for _, found in found_in(state, _KINDS):
             self._add(found)
@@ -39,8 +39,9 @@ class TrainedMemory:
         if isinstance(found, (torch.optim.Optimizer, NamedOptimizer)):
             optimizer = found.optimizer if isinstance(found, NamedOptimizer) else found
             for kept in optimizer.state.values():
-                for tensor in _tensors_in(kept):
-                    self._add_tensor(tensor)
+                for value in kept.values() if type(kept) is dict else (kept,):
+                    for tensor in (value,) if type(value) in PLAIN_TENSORS else _tensors_in(value):
+                        self._add_tensor(tensor)
             return
         module = found.module if isinstance(found, NamedModule) else found
         for part in module.modules():
@@ -60,10 +61,13 @@ class TrainedMemory:
             self._changed_by_forward.add(local.untyped_storage().data_ptr())
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        counting = _locals_of(tensor)
-        for local in counting:
-            counted = counting if local is tensor else (tensor, *counting)
-            self._live.setdefault(local.data_ptr(), []).append((local, counted))
+        if type(tensor) in PLAIN_TENSORS:
+            if tensor.layout is torch.strided:
+                self._live.setdefault(tensor.data_ptr(), []).append((tensor, None))
+            return
+        parts = _locals_of(tensor)
+        for part in parts:
+            self._live.setdefault(part.data_ptr(), []).append((part, parts if part is tensor else (tensor, *parts)))
 
     def counting(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The live tensors whose version counters count every change of the memory of `tensor`; none: copy it now.
@@ -71,15 +75,15 @@ class TrainedMemory:
         Args:
             tensor: Strided, of the base class, as a capture has it: of a divided one, the local part.
         """
-        found = [
-            each
-            for live, counting in self._live.get(tensor.data_ptr(), ())
-            if live is tensor or _is_same_part(live, tensor)
-            for each in counting
-        ]
-        if found and self._changed_by_forward and tensor.untyped_storage().data_ptr() in self._changed_by_forward:
+        counting: list[torch.Tensor] = []
+        for live, counted in self._live.get(tensor.data_ptr(), ()):
+            if live is tensor or _is_same_part(live, tensor):
+                counting += (live,) if counted is None else counted
+        if any([each.is_inference() for each in counting]) or not tensor.numel():
             return []
-        return [] if any(each.is_inference() or not each.numel() for each in found) else found
+        if self._changed_by_forward and counting and tensor.untyped_storage().data_ptr() in self._changed_by_forward:
+            return []
+        return counting
 
 
 def _is_same_part(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ from cas_ckpt.training.capture.tensors import (
     is_array,
     is_sharded,
     refusal,
+    simple_item,
     supported,
     tensor_item,
     wait_for_devices,
@@ -146,7 +147,11 @@ class _Capture:
         self._enter(value, path)
         children: dict[Name, Item] = {}
         for name, child in pairs:
-            children[check_name(name, path)] = self.item(child, (*path, name))
+            # Most of what a state holds: without a call, and a path, for each.
+            item = simple_item(child) if type(child) in PLAIN_TENSORS else None
+            if item is not None:
+                self.num_fixed += 1
+            children[check_name(name, path)] = item or self.item(child, (*path, name))
         self.active.discard(id(value))
         return children
 
@@ -180,7 +185,7 @@ class _Capture:
                 self.in_per_rank = False
         else:
             adapter = self.names.adapt(value)
-            state = adapter.state_dict()
+            state = self.names.state_dict(adapter)
             if isinstance(adapter, NamedModule) and type(state) is OrderedDict:
                 item = Container("dict", self.children(state, state.items(), path))
             else:
