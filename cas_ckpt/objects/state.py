@@ -139,7 +139,7 @@ class ArrayTarget(Protocol):
 
 @dataclass(slots=True)  # not frozen: that would take twice as long to make
 class TensorItem:
-    """A tensor to be committed. Nobody changes one but a background commit, its own: it puts a copy of the source there.
+    """A tensor to be committed. Nobody changes one, but for a background commit: its own read a copy.
 
     Attributes:
         flavor: What `load` makes of it.

@@ -144,8 +144,8 @@ class _Samples:
         share = Random().random()  # a generator of its own: a commit must not move anybody's random state
         of_width: dict[int, list[int]] = {}
         for row, tensor in enumerate(tensors):
-            if tensor.is_cpu and tensor.is_contiguous() and (num_elements := tensor.numel()):
-                of_width.setdefault(tensor.dtype.itemsize, []).extend((row, addresses[row], num_elements))
+            if tensor.is_contiguous() and tensor.is_cpu and (num_elements := tensor.numel()):
+                of_width.setdefault(tensor.itemsize, []).extend((row, addresses[row], num_elements))
         for item_bytes, found in of_width.items():
             rows, starts, lengths = np.array(found, np.int64).reshape(-1, 3).T
             step = np.maximum(1, lengths // NUM_SAMPLES)

@@ -127,11 +127,18 @@ def _watched(snapshot: Snapshot, memory: TrainedMemory) -> list[StagedTensor]:
         live = each.live
         if live is None or each.num_bytes <= INLINE_BYTES:
             continue
+        if type(live) is HostTensor:  # nearly all
+            counting = memory.counting(live.tensor)
+            if counting:
+                kept = live.tensor.detach()
+                each.be_read_later(HostTensor(kept), watch.add(each.key, (kept,), counting))
+                found.append(each)
+            continue
         tensors = _tensors_of(live)
-        counting = [memory.counting(tensor) for tensor in tensors]
-        if tensors and all(counting):
-            source, kept = _kept(live)
-            each.be_read_later(source, watch.add(each.key, kept, [tensor for some in counting for tensor in some]))
+        counted = [memory.counting(tensor) for tensor in tensors]
+        if tensors and all(counted):
+            source, kept_parts = _kept(live)
+            each.be_read_later(source, watch.add(each.key, kept_parts, [tensor for some in counted for tensor in some]))
             found.append(each)
     watch.begin()
     return found

@@ -269,7 +269,7 @@ class Snapshot:
         boxes: tuple[Box, ...] = (spec.box,)
         if item.placement is not None:
             boxes = tuple(box for box, _ in held_by(self._rank, spec.shape, item.placement))
-        # Asked for its hash now: what the identity refers to may be gone when the commit looks at it, and has none then.
+        # Hashed now: what the identity refers to may be gone when the commit looks at it, and has no hash then.
         tie = None if item.identity is None else (item.identity[0], spec.dtype)
         if self._is_known is not None and tie not in self._tied and self._is_known(key, item, boxes):
             return

@@ -79,11 +79,12 @@ class TrainedMemory:
         for live, counted in self._live.get(tensor.data_ptr(), ()):
             if live is tensor or _is_same_part(live, tensor):
                 counting += (live,) if counted is None else counted
-        if any([each.is_inference() for each in counting]) or not tensor.numel():
-            return []
         if self._changed_by_forward and counting and tensor.untyped_storage().data_ptr() in self._changed_by_forward:
             return []
-        return counting
+        for each in counting:
+            if each.is_inference():
+                return []
+        return counting if tensor.numel() else []
 
 
 def _is_same_part(one: torch.Tensor, other: torch.Tensor) -> bool:
