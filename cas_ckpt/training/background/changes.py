@@ -25,7 +25,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -173,7 +173,8 @@ class _Memory:
 def _bytes_at(places: Array) -> Array:
     """The bytes at these addresses."""
     first = int(places.min())
-    return np.asarray(_Memory(first, int(places.max())))[places - first]
+    memory: Array = np.asarray(_Memory(first, int(places.max())))
+    return cast("Array", memory[places - first])
 
 
 def _changed(key: str, how: str) -> StateChangedError:
