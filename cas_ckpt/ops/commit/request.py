@@ -112,6 +112,7 @@ class CommitRequest:
         parents: The same as revisions, behind those.
         lineage: What the state was made from, apart from its parents.
         provenance: Keep where and by what the commit is made; a mapping is kept with it.
+        folder: Where git is asked for the provenance; None: the working directory.
         replica_check: "checksum" compares every byte that several ranks hold; "sample" only `replica_audit`.
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 128 KiB.
@@ -143,6 +144,7 @@ class CommitRequest:
     parents: Sequence[Revision] = ()
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
+    folder: str | None = None
     num_threads: int | None = None
     memory_bytes: int | None = None
     replica_check: str = ReplicaCheck.CHECKSUM
@@ -255,8 +257,8 @@ def _metric(name: str, value: Any) -> float:
     return number
 
 
-def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Host, command line, versions, and the git commit of the working directory; `given` goes over it."""
+def capture_provenance(given: Mapping[str, Any], folder: str | None = None) -> dict[str, Any]:
+    """Host, command line, versions, and the git commit of `folder`, as for `git_state`; `given` goes over it."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         # without the lone surrogates that stand for bytes which are not UTF-8, and the passwords of URLs
@@ -268,13 +270,13 @@ def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
         found["torch"] = version("torch")  # without importing it
     except PackageNotFoundError:
         pass  # torch is not needed to import safetensors, or to commit arrays
-    git = git_state()
+    git = git_state(folder)
     if git is not None:
         found["git"] = git
     return found | dict(given)
 
 
-def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+def git_state(folder: str | Path | None = None) -> dict[str, Any] | None:
     """{"commit": id, "dirty": whether tracked files differ from it}, or None where git knows nothing.
 
     Args:
@@ -287,7 +289,7 @@ def git_state(folder: Path | None = None) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def _git(folder: Path | None, *words: str) -> str | None:
+def _git(folder: str | Path | None, *words: str) -> str | None:
     program = shutil.which("git")
     if program is None:
         return None
@@ -311,7 +313,8 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
     parents = tuple(map(partial(resolve, handle), fields.parents))
     provenance = None
     if fields.provenance is not None:
-        provenance = encode_value(capture_provenance(decode_value(fields.provenance)), key="provenance")
+        found = capture_provenance(decode_value(fields.provenance), request.folder)
+        provenance = encode_value(found, key="provenance")
     lineage = []
     for kind, revision, note in fields.lineage:
         lineage.append(LineageEdge(kind, lineage_target(handle, revision), note))

@@ -37,7 +37,7 @@ def test_a_parent_that_is_not_there_is_reported_before_lineage_and_git_are_asked
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = new_repository(tmp_path / "repo")
-    monkeypatch.setattr(request, "git_state", lambda: pytest.fail("git was asked for a commit that cannot be made"))
+    monkeypatch.setattr(request, "git_state", lambda _: pytest.fail("git was asked for a commit that cannot be made"))
     with pytest.raises(NotFoundError, match="no-parent"):
         commit(handle, {"w": 1}, parents=["no-parent"], lineage=[Lineage("from", "no-origin")], provenance=True)
 

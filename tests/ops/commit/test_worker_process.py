@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,7 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process import worker
 from cas_ckpt.ops.commit.process.worker import CommitWorker
-from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.commit.request import CommitRequest, git_state
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -127,6 +131,50 @@ def test_a_commit_says_what_it_was_asked_to_say(commits: CommitWorker, handle: R
     assert made.stats.num_tensors == 3 and made.stats.total_bytes == tied.nbytes + 12, "what is tied counts once"
     assert same_bytes(stored_arrays(handle, made.root)["a"], tied)
     require_whole(handle)
+
+
+def test_ranks_of_several_machines_keep_the_provenance_of_the_rank_that_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = itertools.count()
+    monkeypatch.setattr("socket.gethostname", lambda: f"host{next(machines)}")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--surrogate=\udc80"])
+    new_repository(tmp_path / "repo").close()
+
+    def work(peers: Peers) -> CommitInfo:
+        handle = RepositoryHandle.open(tmp_path / "repo")
+        commits = CommitWorker(handle)
+        try:
+            with collective_errors(peers):
+                return commits.commit(state({"a": numbers(9)}), CommitRequest(provenance={"job": 3}), peers=peers)
+        finally:
+            commits.close()
+            handle.close()
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    with closing(RepositoryHandle.open(tmp_path / "repo")) as handle:
+        found = show_commit(handle, first.id).provenance
+    assert (found["job"], found["command"]) == (3, ["train.py", "--surrogate=\\udc80"])
+
+
+def test_provenance_is_of_the_folder_where_this_process_is(
+    commits: CommitWorker, handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "-q", "--allow-empty", "-m", "one"],
+    ):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    commits.start()
+    monkeypatch.chdir(folder)
+    wanted = git_state()
+    assert wanted is not None
+    assert show_commit(handle, put(commits, {"a": 1}, provenance=True).id).provenance["git"] == wanted
+    shutil.rmtree(folder)
+    assert "git" not in show_commit(handle, put(commits, {"a": 2}, provenance=True).id).provenance
 
 
 def test_errors_are_raised_as_what_they_are_and_the_worker_goes_on(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, cast
@@ -58,6 +59,7 @@ class Commits:
         """The commit: its id and bytes, and the head after it."""
         _apply_niceness(given["niceness"])
         _log_to(served, given["log_level"])
+        sys.argv[:] = given["argv"]  # what provenance keeps
         handle = self._opened(given["repository"])
         if given["era"] != self._era:  # what was frozen may hold other bytes now, rightly
             self._memory, self._era = FrozenMemory(), given["era"]

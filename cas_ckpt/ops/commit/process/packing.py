@@ -12,22 +12,22 @@ identities, which are numbers here: equal for tensors that are the same memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import fields
 from typing import Any
 
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head
-from cas_ckpt.core.revisions import revision_text
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Spec, pack_placement, unpack_placement
 from cas_ckpt.objects.state import ArraySource, Container, EncodedValue, Flavor, Item, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.ops.commit.request import CommitRequest, capture_provenance, checked_fields
+from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 
 _OWN_WAY = frozenset({
-    "head", "other_parents", "parents", "lineage", "meta", "provenance", "frozen_keys", "sign", "announce",
+    "head", "other_parents", "parents", "lineage", "meta", "provenance", "folder", "frozen_keys", "sign", "announce",
 })  # fmt: skip
 """Fields of a request that are not plain values."""
 
@@ -153,20 +153,18 @@ def pack_request(request: CommitRequest) -> dict[str, Any]:
     packed = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in _OWN_WAY}
     packed["frozen"] = None if request.frozen is None else _listed(request.frozen)
     packed["frozen_keys"] = sorted(request.frozen_keys)
-    packed["step"], packed["message"], packed["author"] = checked.step, checked.message, checked.author
-    packed["metrics"] = checked.metrics
-    packed["meta"] = None if request.meta is None else encode_value(request.meta, key="meta")
     packed["other_parents"] = list(request.other_parents)
-    packed["parents"] = list(map(revision_text, request.parents))
-    packed["lineage"] = [
-        [each.kind, revision_text(each.target), None if each.meta is None else encode_value(each.meta, key="lineage")]
-        for each in request.lineage
-    ]  # fmt: skip
-    given = request.provenance
-    if given is not False and given is not None:  # of this process, not of the worker
-        found = capture_provenance({} if given is True else dict(given))
-        packed["provenance"] = encode_value(found, key="provenance")
+    packed["folder"] = _working_folder()
+    packed |= {each.name: getattr(checked, each.name) for each in fields(checked)}
     return packed
+
+
+def _working_folder() -> str:
+    """Where this process is; "" if that folder is gone: git finds nothing there."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _listed(patterns: Any) -> list[str]:
@@ -176,7 +174,7 @@ def _listed(patterns: Any) -> list[str]:
 def unpack_request(packed: dict[str, Any], **own: Any) -> CommitRequest:
     """The request that `pack_request` packed, with the fields `own`."""
     given = dict(packed)
-    provenance = given.pop("provenance", None)
+    provenance = given.pop("provenance")
     return CommitRequest(
         **own,
         frozen_keys=frozenset(given.pop("frozen_keys")),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -214,7 +215,7 @@ class CommitWorker:
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
             "era": era, "niceness": self._niceness, "limits": asdict(current_limits()),
-            "log_level": _LOGGER.getEffectiveLevel(),
+            "log_level": _LOGGER.getEffectiveLevel(), "argv": list(map(str, sys.argv)),
         }  # fmt: skip
 
     def _lend(self, child: ChildProcess, arena: Arena) -> int:
