@@ -17,6 +17,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from cas_ckpt.errors import (
     FrozenChangedError,
     InvalidInputError,
     PeerError,
+    StorageError,
     WorkerError,
 )
 from cas_ckpt.objects.digest import Digest
@@ -40,7 +42,7 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process import worker
 from cas_ckpt.ops.commit.process.worker import CommitWorker
-from cas_ckpt.ops.commit.request import CommitRequest, git_state
+from cas_ckpt.ops.commit.request import CommitRequest, ReplicaCheck, git_state
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -289,6 +291,39 @@ def test_what_is_asked_before_publishing_can_end_the_commit(commits: CommitWorke
             break
     assert wanted > 1 and times < wanted
     assert head_of(handle) != head
+
+
+def test_a_commit_that_the_index_does_not_take_is_made_and_said_to_be(
+    commits: CommitWorker, handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = commit_live(handle, state({"a": 1}), CommitRequest())
+    monkeypatch.setattr(worker, "ENTRY", f"{MODULE}:full_index")
+    meta = {"kind": ReplicaCheck.SAMPLE, "x": (1, {2})}
+    made = put(
+        commits, {"w": numbers(300, 300)}, meta=meta, metrics={"loss": 0.5}, lineage=[Lineage("like", "HEAD", meta)]
+    )
+    assert head_of(handle) == handle.head.commit == made.id
+    assert made.parents == (first.id,)
+    assert made == show_commit(handle, made.id).commit
+    require_whole(handle)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_commit_whose_worker_died_right_after_the_swap_moves_the_head(
+    commits: CommitWorker, handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch, is_readable: bool
+) -> None:
+    commit_live(handle, state({"a": 1}), CommitRequest())
+    monkeypatch.setattr(worker, "ENTRY", f"{MODULE}:die_once_published")
+    if is_readable:
+        made = put(commits, {"w": numbers(300, 300)})
+        assert made.id == head_of(handle) == handle.head.commit
+        return
+    refused = StorageError("the medium does not answer")
+    monkeypatch.setattr(worker, "commit_of", Mock(side_effect=refused))
+    with pytest.raises(ConflictError, match=r"is made.*SIGKILL.*does not answer.*go on from there") as caught:
+        put(commits, {"w": numbers(300, 300)})
+    assert caught.value.__cause__ is refused
+    assert head_of(handle) == handle.head.commit
 
 
 def test_a_collection_between_the_last_pack_and_the_swap_loses_nothing(

@@ -1,7 +1,8 @@
-"""Worker processes that die, in their own process.
+"""Worker processes that meet bad luck, in their own process.
 
-ENTRY = "tests.ops.commit.worker_entries:die_after_7"     SIGKILL right after the seventh effect on the store
-ENTRY = "tests.ops.commit.worker_entries:starve"          little memory, from the first commit on
+ENTRY = "tests.ops.commit.worker_entries:die_after_7"         SIGKILL right after the seventh effect on the store
+ENTRY = "tests.ops.commit.worker_entries:die_once_published"  SIGKILL right after a ref was swapped
+ENTRY = "tests.ops.commit.worker_entries:full_index"          no commit's rows go into the index
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cas_ckpt.core import handle
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import OutOfSpaceError
+from cas_ckpt.index.index import Index
 from cas_ckpt.ops.commit.process import child
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import Effects, FaultyStore, die_after
@@ -23,6 +28,27 @@ class _Killing(Effects):
     def _die(self, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
+
+
+def die_once_published(descriptor: int, parent: int) -> None:
+    """SIGKILL before the index hears of the commit."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+    RepositoryHandle.add_written = die  # type: ignore[method-assign]
+    child.main(descriptor, parent)
+
+
+def full_index(descriptor: int, parent: int) -> None:
+    """The disk of the index is full."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OutOfSpaceError("no space left for the index")
+
+    Index.add_packs = refuse  # type: ignore[method-assign]
+    child.main(descriptor, parent)
 
 
 def __getattr__(name: str) -> Callable[[int, int], None]:

@@ -21,11 +21,10 @@ from typing import Any, cast
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.limits import limits
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.process.packing import pack_head, unpack_head, unpack_request, unpack_tree
+from cas_ckpt.ops.commit.process.packing import pack_commit, pack_head, unpack_head, unpack_request, unpack_tree
 from cas_ckpt.ops.commit.process.sources import make_source
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
 from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
@@ -56,7 +55,7 @@ class Commits:
         self._era: Any = None
 
     def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
-        """The commit: its id and bytes, and the head after it."""
+        """The commit, and the head after it. Once it is made, nothing here reads or writes."""
         _apply_niceness(given["niceness"])
         _log_to(served, given["log_level"])
         sys.argv[:] = given["argv"]  # what provenance keeps
@@ -75,8 +74,7 @@ class Commits:
         progress = ToldProgress(served)
         with limits(**given["limits"]), collective_errors(peers):
             made = commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
-        digest = Digest(bytes.fromhex(made.id))
-        return [digest, handle.read_node(ObjectKind.COMMIT, digest), pack_head(handle.head)]
+        return [pack_commit(made), pack_head(handle.head)]
 
     def _opened(self, place: list[Any]) -> RepositoryHandle:
         if self._handle is None:

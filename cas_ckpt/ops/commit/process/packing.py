@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
-from cas_ckpt.core.records import Lineage
+from cas_ckpt.core.records import CommitInfo, CommitStats, Lineage
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
@@ -180,10 +180,14 @@ def unpack_request(packed: dict[str, Any], **own: Any) -> CommitRequest:
         frozen_keys=frozenset(given.pop("frozen_keys")),
         meta=_decoded(given.pop("meta")),
         other_parents=tuple(map(Digest, given.pop("other_parents"))),
-        lineage=[Lineage(kind, target, _decoded(note)) for kind, target, note in given.pop("lineage")],
+        lineage=_unpacked_lineage(given.pop("lineage")),
         provenance=False if provenance is None else _decoded(provenance),
         **given,
     )
+
+
+def _unpacked_lineage(packed: list[Any]) -> list[Lineage]:
+    return [Lineage(kind, target, _decoded(note)) for kind, target, note in packed]
 
 
 def _decoded(data: bytes | None) -> Any:
@@ -199,3 +203,28 @@ def unpack_head(packed: Any) -> Head:
     """What `pack_head` packed."""
     branch, commit = packed
     return Head(branch, commit)
+
+
+def pack_commit(made: CommitInfo) -> dict[str, Any]:
+    """`made` as a plain value."""
+    packed = {each.name: getattr(made, each.name) for each in fields(made)}
+    packed["meta"] = _encoded(made.meta)
+    packed["stats"] = asdict(made.stats)
+    packed["lineage"] = [[each.kind, each.target, _encoded(each.meta)] for each in made.lineage]
+    return packed
+
+
+def unpack_commit(packed: dict[str, Any]) -> CommitInfo:
+    """What `pack_commit` packed."""
+    given = dict(packed)
+    return CommitInfo(
+        parents=tuple(given.pop("parents")),
+        meta=_decoded(given.pop("meta")),
+        stats=CommitStats(**given.pop("stats")),
+        lineage=tuple(_unpacked_lineage(given.pop("lineage"))),
+        **given,
+    )
+
+
+def _encoded(value: Any) -> bytes | None:
+    return None if value is None else encode_value(value, key="commit metadata")

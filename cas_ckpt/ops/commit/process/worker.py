@@ -24,7 +24,8 @@ import numpy as np
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import was_published
-from cas_ckpt.core.records import CommitInfo, commit_of, commit_row, info_from_row
+from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import CkptError, ConflictError, InternalError, InvalidInputError, WorkerError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.limits import current_limits
@@ -32,7 +33,14 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.child import LOG, PEERS, PROGRESS, PUBLISH, SIGN
-from cas_ckpt.ops.commit.process.packing import Identities, pack_head, pack_request, pack_tree, unpack_head
+from cas_ckpt.ops.commit.process.packing import (
+    Identities,
+    pack_head,
+    pack_request,
+    pack_tree,
+    unpack_commit,
+    unpack_head,
+)
 from cas_ckpt.ops.commit.process.sources import READ, SAVED, SUMS
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.progress import SILENT, Progress
@@ -159,7 +167,7 @@ class CommitWorker:
         try:
             try:
                 work = self._packed(child, tree, request, arenas, peers, self._era_of(memory), asked)
-                digest, data, head = child.run(work, answer=asked.answer, note=asked.note, pack_error=pack_error)
+                made, head = child.run(work, answer=asked.answer, note=asked.note, pack_error=pack_error)
             finally:
                 asked.end()
         except WorkFailed as failed:
@@ -173,7 +181,7 @@ class CommitWorker:
         if memory is not None:
             memory.forget()  # what a commit here trusts was seen before this one
             self._frozen = memory, memory.num_changes
-        return info_from_row(commit_row(Digest(digest), data))
+        return unpack_commit(made)
 
     def _era_of(self, memory: FrozenMemory | None) -> int:
         """Another number than the last time if what was frozen may hold other bytes now, rightly."""
@@ -248,7 +256,7 @@ class CommitWorker:
         """The commit, if it was made before the child died.
 
         Raises:
-            WorkerError: it was not.
+            WorkerError: it was not. ConflictError: it was, but not all can be told what it is.
         """
         self._discard()
         handle = self._handle
@@ -257,25 +265,30 @@ class CommitWorker:
         if published is None:
             raise WorkerError(f"the commit is not made: its worker {ended}; commit again") from ended
         try:
-            made = was_published(handle, branch, published)
+            is_made = was_published(handle, branch, published)
         except CkptError as error:
             raise WorkerError(
                 f"whether the commit {short(published)} was made is not known: its worker {ended}, and the branch "
                 f"{branch!r} cannot be read: {error}; look at it before you commit again"
             ) from error
-        if not made:
+        if not is_made:
             raise WorkerError(f"the commit is not made: its worker {ended}; commit again") from ended
+        handle.head = Head(branch, published.hex())
+        said = f"commit {short(published)} is made and the branch {branch} names it, but "
         if peers.size > 1:
-            said = ConflictError(
-                f"commit {short(published)} is made and the branch {branch} names it, but the worker of rank "
-                f"{peers.rank} died right after ({ended}): go on from there"
+            refusal = ConflictError(
+                f"{said}the worker of rank {peers.rank} died right after ({ended}): go on from there"
             )
-            report_instead(peers, said)
-            raise said from ended
+            report_instead(peers, refusal)
+            raise refusal from ended
+        try:
+            made = info_from_row(commit_of(handle, published))
+        except CkptError as error:
+            raise ConflictError(
+                f"{said}its worker died right after ({ended}), and it cannot be read now: {error}; go on from there"
+            ) from error
         _LOGGER.warning("commit %s is made, but its worker died right after: %s", short(published), ended)
-        info = info_from_row(commit_of(handle, published))
-        handle.head = type(handle.head)(branch, info.id)
-        return info
+        return made
 
     def _discard(self) -> None:
         child, self._child = self._child, None
