@@ -61,6 +61,21 @@ def test_each_save_in_the_background_holds_the_values_of_its_call(repo: Reposito
     assert values == [1, 2, 3]
 
 
+@pytest.mark.parametrize("save", [dcp.save, lambda *args, **named: dcp.async_save(*args, **named).result()])
+def test_a_save_comes_after_the_commits_in_the_background_that_were_begun_before_it(
+    repo: Repository, save: Callable[..., Any]
+) -> None:
+    with repo._turn():  # the commit has to wait
+        pending = repo.commit_async({"w": torch.ones(1000)}, step=1)
+        writer = CasStorageWriter(repo, step=2)
+        saving = _in_a_thread(lambda: save({"w": torch.zeros(1000)}, storage_writer=writer))
+        saving.join(0.3)
+    saving.join(60)
+    pending.result(60)
+    assert [commit.step for commit in repo.log()] == [2, 1]
+    assert writer.commit is not None and repo.head.commit == writer.commit.id
+
+
 class _Waits(CasStorageWriter):
     """Lets the test decide when the first write goes on."""
 

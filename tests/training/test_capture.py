@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem, walk
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
+from cas_ckpt.training.capture.tensors import simple_item, supported, tensor_item
 from cas_ckpt.training.per_rank import RNGState
 from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import commit, load
@@ -234,3 +235,38 @@ def test_odd_keys_are_left_to_pickle_if_that_is_allowed() -> None:
 
 def test_a_class_is_no_stateful_object() -> None:
     assert isinstance(captured(torch.nn.Linear), ValueItem)
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    base = torch.arange(60.0)
+    with torch.inference_mode():
+        inferred = torch.ones(5)
+    return {
+        "scalar": torch.tensor(2.0), "parameter": torch.nn.Parameter(torch.ones(3, 4)), "no elements": torch.ones(0, 3),
+        "a part": base[7:19].view(3, 4), "turned": base.view(6, 10).t(), "expanded": torch.ones(1).expand(4),
+        "one row": base.view(6, 10)[:1], "one column": base.view(6, 10)[:, :1], "bfloat16": torch.ones(7).bfloat16(),
+        "bool": torch.ones(9, dtype=torch.bool), "complex": torch.ones(3, dtype=torch.complex64),
+        "conjugated": torch.ones(3, dtype=torch.complex64).conj(), "inference": inferred,
+        "negated": torch.ones(3, dtype=torch.complex64).conj().imag, "float8": torch.ones(4).to(torch.float8_e5m2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", odd_tensors())
+def test_the_short_way_to_an_item_gives_what_the_long_one_gives_or_nothing(name: str) -> None:
+    tensor = odd_tensors()[name]
+    short, long = simple_item(tensor), tensor_item(supported(tensor, ("x",)))
+    if name in ("no elements", "turned", "expanded", "complex", "conjugated", "negated", "one column"):
+        assert short is None
+    else:
+        assert short is not None
+        assert (short.spec, short.flavor, short.identity) == (long.spec, long.flavor, long.identity)
+        assert type(short.source) is type(long.source) and short.source.tensor is tensor
+
+
+def test_what_has_no_memory_is_left_to_the_long_way() -> None:
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    short = torch.ones(1000)
+    short.untyped_storage().resize_(400)
+    for tensor in (freed, short, torch.ones(3, device="meta"), torch.eye(3).to_sparse()):
+        assert simple_item(tensor) is None

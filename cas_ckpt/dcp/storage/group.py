@@ -304,6 +304,7 @@ class RepositoryPlace:
     """
 
     brought: Head | None = None
+    _wait_for_pending: Callable[[], None] | None = None
 
     def __init__(self, repository: Any, index_url: str | None = None, cache: str | PathLike[str] | None = AUTO) -> None:
         """Nothing is opened.
@@ -316,6 +317,7 @@ class RepositoryPlace:
         """
         handle = getattr(repository, "_handle", repository)  # a Repository's own; training/ is below core/handle.py
         self._handle = handle if isinstance(handle, RepositoryHandle) else None
+        self._wait_for_pending = getattr(repository, "_wait_for_pending", None)
         self._index_url = index_url
         self._cache = cache if self._handle is None else self._handle.cache_place
         if self._handle is None and not isinstance(repository, str | os.PathLike):
@@ -323,6 +325,15 @@ class RepositoryPlace:
                 f"{type(repository).__name__} is not a repository: give a path, a URL or a Repository"
             )
         self.url = str(os.fspath(repository)) if self._handle is None else self._handle.store.url
+
+    def wait_for_commits(self) -> None:
+        """Wait for the commits in the background that an open repository has begun: they come first.
+
+        Raises:
+            InvalidInputError: in a callback of one of them.
+        """
+        if self._wait_for_pending is not None:
+            self._wait_for_pending()
 
     @contextmanager
     def opened(self) -> Iterator[RepositoryHandle]:

@@ -2,8 +2,9 @@
 
 How a save goes (DCP calls, on all ranks unless said otherwise):
 
-0. `stage` (async_save without a stager, in the caller's thread): waits for the saves before it, copies the state into
-   memory of this save (dcp/storage/staging.py), and the save gets its number.
+0. `stage` (async_save without a stager, in the caller's thread): waits for the saves before it and for the pending
+   commits of an open repository, copies the state into memory of this save (dcp/storage/staging.py), and the save gets
+   its number.
 1. `set_up_storage_writer`: the repository is looked at, the turn is taken.
 2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
    a plan for other ranks than the writer's is refused before anything is written.
@@ -149,7 +150,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             repository: A path, a URL, or an open `Repository`.
             branch, create, orphan, message, step, metrics, author, meta, on_conflict, allow_pickle: As for
                 `Repository.commit`. An open `Repository` goes on from what a reader that was given the same one
-                loaded; a path or URL knows of nothing that was loaded, and goes on from the branch.
+                loaded, and a save waits for the commits that its `commit_async` has begun; a path or URL knows of
+                nothing that was loaded or begun, and goes on from the branch.
             process_group: The one that dcp.save is given; the default group if None.
             timeout_s: How long a rank waits for another before all of them give up.
             no_dist: As for dcp.save; needed here only if not all ranks make a writer.
@@ -224,6 +226,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
         Waits for the saves before it to the same branch, or over the same process group.
         """
+        self._place.wait_for_commits()
         with ExitStack() as opened:
             wait_for_saves(self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())))
         staged = stage_state(state_dict)
@@ -253,6 +256,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             ConflictError: another one is under way, or the tag exists. NoRepositoryError.
         """
         number = None if threading.get_ident() == self._staged_in else self._number  # else dcp.save, after a failure
+        if number is None:  # else `stage` has waited; what was begun since comes behind this save's number
+            self._place.wait_for_commits()
         self._number = None
         tag = self._tag or self._given or self._own_tag
         self._tag = self._given = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cas_ckpt import CkptError, Repository, RNGState
+from cas_ckpt.training.background import lazy
 from tests.ranks import die
 from tests.training.training_cases import ddp, fsdp, plain, train, whole
 
@@ -49,6 +52,39 @@ def commits(path: str) -> dict[str, Any]:
                 again = make()
                 repo.checkout(branch, into={"model": again[0], "optim": again[1], "rng": RNGState()})
                 found[f"{kind}, {name}"] = (made.root == wanted, made.id, repo.head.commit == made.id)
+    return found
+
+
+def lazily(path: str, worker: str) -> dict[str, Any]:
+    """Roots of lazy commits while training steps on; and a change on rank 1 that no hook sees."""
+    rank, found, go_on = dist.get_rank(), dict[str, Any](), threading.Event()
+    run = lazy._Stager._run
+
+    def run_when_told(stager: Any) -> None:
+        go_on.wait(60)
+        run(stager)
+
+    lazy._Stager._run = run_when_told  # type: ignore[method-assign]
+    with Repository.open(path, timeout_s=60) as repo:
+        for kind, make in {"fsdp": lambda: fsdp(2), "ddp": ddp}.items():
+            model, optim = make()
+            train(model, optim)
+            state = {"model": model, "optim": optim, "rng": RNGState()}
+            wanted = repo.commit(state, branch=kind).root
+            for outcome in ("the same", "changed"):
+                go_on.clear()
+                pending = repo.commit_async(state, branch=kind, snapshot="lazy", worker=worker)
+                is_lazy = not pending.staged
+                if outcome == "changed" and rank == 1:
+                    spoil(model)
+                go_on.set()
+                if outcome == "the same":
+                    train(model, optim)
+                    made = pending.result(60)
+                    found[kind] = (is_lazy, made.root == wanted, made.id)
+                else:
+                    found[f"{kind}, changed"] = error_of(partial(pending.result, 60))
+            found[f"{kind}, in the end"] = repo.latest(kind).id
     return found
 
 

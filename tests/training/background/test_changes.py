@@ -51,13 +51,26 @@ def test_a_change_is_found_and_named(name: str) -> None:
         watch.check(watched)
 
 
+@pytest.mark.parametrize("weight", [torch.zeros(10, 20), torch.zeros(10, 20).t()], ids=["in one piece", "turned"])
 @pytest.mark.parametrize("num_bytes", [0, 8000])
-def test_memory_that_is_freed_or_resized_is_a_change(num_bytes: int) -> None:
-    weight = torch.zeros(10, 20).t()  # of what lies in one piece samples are kept, so torch refuses to resize it
+def test_memory_that_is_freed_or_resized_is_a_change(weight: torch.Tensor, num_bytes: int) -> None:
+    weight = weight.clone()
     watch, watched = watch_of("w", [weight.detach()], [weight])
     weight.untyped_storage().resize_(num_bytes)
     with pytest.raises(StateChangedError, match=r"^w: its memory was freed"):
         watch.check(watched)
+
+
+def test_of_many_tensors_the_one_that_changed_is_named() -> None:
+    tensors = {f"w{n}": torch.zeros(7 + n, dtype=(torch.float32, torch.bfloat16, torch.int64)[n % 3]) for n in range(9)}
+    watch = Watch()
+    watched = {key: watch.add(key, [tensor.detach()], [tensor]) for key, tensor in tensors.items()}
+    watch.begin()
+    for key, tensor in tensors.items():
+        watch.check(watched[key])
+        tensor.data.fill_(1)
+        with pytest.raises(StateChangedError, match=f"^{key}: .*does not count"):
+            watch.check(watched[key])
 
 
 HARMLESS: dict[str, Callable[[torch.nn.Parameter], object]] = {

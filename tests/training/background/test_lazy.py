@@ -229,6 +229,26 @@ def test_a_change_that_no_hook_sees_fails_the_commit_and_names_the_key(
     assert repo.commit_async(training.state, snapshot="lazy").result().root == root_of(training)
 
 
+def test_a_worker_process_gets_the_state_of_the_call_or_nothing(tmp_path: Path, held: HeldStager) -> None:
+    training = Training()
+    with Repository.init(tmp_path / "repo") as repo:
+        wanted = repo.commit(training.state).root
+        pending = repo.commit_async(training.state, snapshot="lazy", worker="process")
+        assert not pending.staged
+        held.go_on.set()
+        training.step()
+        made = pending.result()
+        assert made.root == wanted
+
+        held.go_on.clear()
+        pending = repo.commit_async(training.state, snapshot="lazy", worker="process")
+        UNSEEN[".data"](training.model.second.weight)
+        held.go_on.set()
+        with pytest.raises(StateChangedError, match=r"^model/second\.weight: .*wait_staged"):
+            pending.result()
+        assert repo.latest() == made
+
+
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_a_change_that_is_seen_after_all_was_saved_is_not_published(
     tmp_path: Path, worker: str, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,18 @@ def test_ranks_commit_the_state_of_the_call_while_training_goes_on(path: str) ->
     assert len(facts[0]) == 6
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_lazy_commits_of_ranks_are_the_state_of_the_call_and_a_change_on_one_fails_them_on_all(
+    path: str, worker: str
+) -> None:
+    first, second = results(run_processes(2, f"{CASES}:lazily", path, worker))
+    for kind in ("fsdp", "ddp"):
+        assert first[kind] == second[kind] and first[kind][:2] == (True, True)
+        assert second[f"{kind}, changed"].startswith("StateChangedError: model/")
+        assert "rank 1 failed: StateChangedError: model/" in first[f"{kind}, changed"]
+        assert first[f"{kind}, in the end"] == second[f"{kind}, in the end"] == first[kind][2]
+
+
 def test_what_one_rank_fails_of_is_told_on_all_and_all_go_on(path: str) -> None:
     first, second = results(run_processes(2, f"{CASES}:failures", path))
     assert first["at the call"].startswith("PeerError: rank 1 failed: UnsupportedValueError: x")
