@@ -50,6 +50,7 @@ class Interpreter:
 
     def __init__(self, python: str, folder: Path, num_bytes: int) -> None:
         folder.mkdir()
+        self._python = python
         command = [python, "-m", "benchmarks.free_threaded_worker", str(folder), str(num_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         what = self._read()
@@ -66,7 +67,7 @@ class Interpreter:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._process.args} ended: status {self._process.wait()}")
+            raise SystemExit(f"{self._python} ended: status {self._process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -94,18 +95,19 @@ def page(found: Sequence[Found], scratch: Path) -> str:
     few = found[0].median("few_bytes")
     lines += [
         "",
-        f"A loop of Python beside a thread of the same process that commits {few / 1e6:.0f} MB, unchanged, by one thread:",
+        f"A loop of Python beside a thread of its process that commits {few / 1e6:.0f} MB, unchanged, by one thread:",
         "",
         f"| | {' | '.join(each.name for each in found)} |",
         f"| --- |{' --- |' * len(found)}",
     ]
-    for text, tell in {
-        "the commit alone, ms": lambda each: f"{each.median('few alone') * 1e3:.0f}",
-        "the commit beside the loop, ms": lambda each: f"{each.median('few beside') * 1e3:.0f}",
-        "steps of the loop, alone, 1/s": lambda each: f"{each.median('steps alone'):.0f}",
-        "steps of the loop, beside the commit, 1/s": lambda each: f"{each.median('steps beside'):.0f}",
-    }.items():
-        lines.append(f"| {text} | {' | '.join(tell(each) for each in found)} |")
+    rows = {
+        "few alone": ("the commit alone, ms", 1e3),
+        "few beside": ("the commit beside the loop, ms", 1e3),
+        "steps alone": ("steps of the loop, alone, 1/s", 1),
+        "steps beside": ("steps of the loop, beside the commit, 1/s", 1),
+    }
+    for name, (text, factor) in rows.items():
+        lines.append(f"| {text} | {' | '.join(f'{each.median(name) * factor:.0f}' for each in found)} |")
     about = "../performance.md#python-without-the-interpreters-lock"
     return "\n".join([*lines, "", f"What it shows: [performance.md]({about}).", ""])
 
@@ -129,6 +131,4 @@ if __name__ == "__main__":
     if not given:
         raise SystemExit(__doc__)
     options = [each for each in sys.argv[1:] if each.startswith("-")]
-    raise SystemExit(
-        run(options, __doc__, "free-threaded", lambda *way: measured(given, *way), scratch="/dev/shm")
-    )
+    raise SystemExit(run(options, __doc__, "free-threaded", lambda *way: measured(given, *way), scratch="/dev/shm"))
