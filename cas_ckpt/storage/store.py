@@ -305,7 +305,7 @@ class ReadsIntoMany(Protocol):
 
 
 @runtime_checkable
-class ReadsPastCache(Protocol):
+class ReadsPastCache(Store, Protocol):
     """A store that reads from its medium without leaving what it read in the memory of the operating system.
 
     Attributes:

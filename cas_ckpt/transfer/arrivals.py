@@ -208,7 +208,7 @@ class SpanReader:
                 chunk = piece.chunk
                 try:
                     if self._take(chunk, piece.place):
-                        self.arrivals.progress.advance(chunk.num_bytes)
+                        self.arrivals.progress.advance(self.done_bytes(chunk))
                 except CkptError as error:
                     raise named(error, chunk.key) from error
 
@@ -246,6 +246,10 @@ class SpanReader:
             return True
         return self.arrivals.add_extent(chunk, extent, is_staged=is_kept)
 
+    def done_bytes(self, chunk: StoredChunk) -> int:
+        """As much the phase is told once the chunk is whole: who only verifies counts what is in the repository."""
+        return chunk.num_bytes
+
     def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
         """The plain bytes of all extents of the chunk, which are verified."""
         raise NotImplementedError
@@ -281,6 +285,10 @@ class _SpanVerifier(SpanReader):
 
 class SpanFiller(SpanReader):
     """Fills the targets with what is verified; a chunk of several extents is filled by one after the other."""
+
+    def done_bytes(self, chunk: StoredChunk) -> int:
+        """See `SpanReader`: who fills counts what the targets get."""
+        return chunk.wanted_bytes
 
     def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
         is_whole = super()._take_extent(chunk, place)

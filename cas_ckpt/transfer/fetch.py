@@ -31,7 +31,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.progress import SILENT, Progress, phase
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import ReadsPastCache, Store
 from cas_ckpt.transfer.arrivals import bytes_to_read, fill_as_they_arrive, stage_as_they_arrive
 from cas_ckpt.transfer.chunk_reader import Relocate
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part
@@ -92,7 +92,7 @@ def fetch_chunks(
     num_threads = threads_within(memory_bytes, chunks, num_threads)
     if one_pass:
         on_verified()
-        with phase(progress, "restoring", sum(chunk.num_bytes for chunk in chunks)):
+        with phase(progress, "restoring", sum(chunk.wanted_bytes for chunk in chunks)):
             fill_once(
                 store, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
             )
@@ -103,11 +103,8 @@ def fetch_chunks(
             may_read_twice=True,
         )  # fmt: skip
         on_verified()
-        wanted_bytes = 0
-        for chunk in chunks:
-            wanted_bytes += chunk.wanted_bytes
-        with phase(progress, "restoring", wanted_bytes):
-            if again := [chunk for chunk in chunks if chunk.past_cache]:
+        with phase(progress, "restoring", sum(chunk.wanted_bytes for chunk in chunks)):
+            if isinstance(store, ReadsPastCache) and (again := [chunk for chunk in chunks if chunk.past_cache]):
                 fill_past_cache(
                     store, again, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
                     relocate=relocate,
@@ -142,7 +139,7 @@ def fill_once(
         announced = _announced(store, some)
         run_all(announced, lambda: ChunkFiller(store, progress, relocate).fill_once, num_threads=num_threads)
 
-    if cold := not_in_memory(store, chunks):
+    if isinstance(store, ReadsPastCache) and (cold := not_in_memory(store, chunks)):
         past = partial(
             fill_past_cache, store, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
             relocate=relocate,
@@ -214,7 +211,7 @@ def verify_chunks(
                 num_threads=num_threads,
             )  # fmt: skip
 
-        if may_read_twice and (cold := not_in_memory(source, chunks)):
+        if may_read_twice and isinstance(source, ReadsPastCache) and (cold := not_in_memory(source, chunks)):
             past = partial(
                 verify_past_cache, source, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
                 relocate=relocate,

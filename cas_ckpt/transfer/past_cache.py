@@ -64,9 +64,9 @@ def packs_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> set[str]:
     return found
 
 
-def not_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> list[StoredChunk]:
+def not_in_memory(store: ReadsPastCache, chunks: Sequence[StoredChunk]) -> list[StoredChunk]:
     """The chunks that are better read past the page cache, if at all; in their order."""
-    if not isinstance(store, ReadsPastCache) or bytes_to_read(chunks) < WORTH_BYTES:
+    if bytes_to_read(chunks) < WORTH_BYTES:
         return []
     there = packs_in_memory(store, chunks)
     found = [chunk for chunk in chunks if chunk.places[0].pack not in there]
@@ -74,7 +74,7 @@ def not_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> list[StoredChu
 
 
 def fill_past_cache(
-    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
+    store: ReadsPastCache, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
     relocate: Relocate | None,
 ) -> None:  # fmt: skip
     """As `fetch.fill_once`, past the page cache."""
@@ -83,7 +83,7 @@ def fill_past_cache(
 
 
 def verify_past_cache(
-    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
+    store: ReadsPastCache, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
     relocate: Relocate | None,
 ) -> None:  # fmt: skip
     """Verify the chunks, which then are `past_cache`: no later pass may believe that they are in memory."""
@@ -143,8 +143,9 @@ def _read_blocks(
 class _Blocks(Arrivals):
     """What the threads share that read one list of units of a store on this computer."""
 
-    def __init__(self, store: Store, num_threads: int, progress: Progress, relocate: Relocate | None) -> None:
+    def __init__(self, store: ReadsPastCache, num_threads: int, progress: Progress, relocate: Relocate | None) -> None:
         super().__init__(StagedStore(store, (), None, 0), num_threads, progress, relocate)
+        self._store = store
         self._in_flight = threading.Semaphore(IN_FLIGHT)
 
     @contextmanager
@@ -155,21 +156,18 @@ class _Blocks(Arrivals):
 
     def new_memory(self) -> SpanMemory:
         """See `Arrivals`."""
-        return _AlignedMemory(self.source.store)
+        return _AlignedMemory(self._store)
 
 
 class _AlignedMemory(SpanMemory):
     """A source of which some spans are in memory, which were read past the page cache, with what is around them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ReadsPastCache) -> None:
         super().__init__(store)
-        self._direct = store if isinstance(store, ReadsPastCache) else None
+        self._direct = store
 
     def load(self, spans: Sequence[Span]) -> None:
         """See `SpanMemory`."""
-        if self._direct is None:
-            super().load(spans)
-            return
         self._loaded = []
         block = self._direct.block_bytes
         around = [(span.offset - span.offset % block, -(-span.end // block) * block) for span in spans]

@@ -20,6 +20,7 @@ import torch
 
 from cas_ckpt import CorruptionError, InvalidInputError, Policy, Repository, clock
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, shown
+from cas_ckpt.transfer import past_cache
 
 UNDER_WAY = re.compile(r"\w+: [\d.]+ [KM]?B of [\d.]+ [KM]B \(\d+ %\), [\d.]+ [KM]?B/s, \d+ s left\Z")
 OVER = re.compile(r"\w+: ([\d.]+ [KM]B) of \1 \(100 %\), [\d.]+ [KM]?B/s, took \d+ s\Z")
@@ -163,6 +164,53 @@ def test_a_commit_ends_at_all_bytes_with_ties_and_small_tensors(
     one = torch.ones(64, 1024)
     repo.commit({"a": one, "tied": one, "small": torch.ones(3)}, orphan=True, branch="ties", progress=True)
     assert log.records[-1].getMessage().startswith("hashing: 262 KB of 262 KB (100 %)")
+
+
+class Sums:
+    """A Progress that adds up each phase."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, int | None, int]] = []
+
+    def start(self, phase: str, total_bytes: int | None) -> None:
+        self.phases.append((phase, total_bytes, 0))
+
+    def advance(self, num_bytes: int) -> None:
+        phase, total, done = self.phases[-1]
+        self.phases[-1] = phase, total, done + num_bytes
+
+    def finish(self) -> None:
+        """The next one has a sum of its own."""
+
+
+RESTORES: dict[str, Callable[[Repository, dict[str, Any], Sums], object]] = {
+    "load": lambda repo, into, told: repo.load("equal", progress=told),
+    "checkout": lambda repo, into, told: repo.checkout("equal", into=into, progress=told),
+    "one pass": lambda repo, into, told: repo.checkout("equal", into=into, atomic=False, progress=told),
+}
+
+
+@pytest.mark.parametrize("way", ["through the page cache", "past it", "from afar"])
+@pytest.mark.parametrize("restore", RESTORES)
+def test_a_restore_of_equal_tensors_ends_at_all_bytes(
+    restore: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three that want one chunk: who only verifies counts it once, who fills counts what each target gets."""
+    state = {name: torch.ones(1 << 18) for name in "abc"} | {"half": torch.ones(1 << 17)}
+    url = "memory://" + tmp_path.name if way == "from afar" else str(tmp_path / "repo")
+    if way == "past it":
+        monkeypatch.setattr(past_cache, "WORTH_BYTES", 0)
+        monkeypatch.setattr(past_cache, "packs_in_memory", lambda *_: set())
+        monkeypatch.setattr(past_cache, "TRIED_BYTES", 1 << 40)
+    told = Sums()
+    with Repository.init(url) as repo:
+        repo.commit(state, branch="equal", orphan=True)
+        RESTORES[restore](repo, {name: torch.zeros_like(tensor) for name, tensor in state.items()}, told)
+    *verifying, (_, restored, _) = told.phases
+    assert all(total == done for _, total, done in told.phases)
+    assert restored == 3_670_016 and [(each, total) for each, total, _ in verifying] == (
+        [("verifying", 1_572_864)] if restore == "checkout" else []
+    )
 
 
 def test_a_line_comes_only_every_few_seconds(
