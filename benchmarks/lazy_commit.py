@@ -114,18 +114,20 @@ def page(steps: Any, hook: tuple[float, float], scratch: Path) -> str:
     first, all_of_them, alone_s, bare, loop_bytes = steps
     middle = statistics.median
     longer = middle(first)
+    found = verdict(longer, WANTED_LONGER)
     return "\n".join([
         *heading("Lazy snapshots", "lazy_commit", scratch),
         "## Steps around it",
         "",
         f"24 layers with AdamW, {loop_bytes / 1e6:.0f} MB, one thread, one core left over, "
-        f"`num_threads=1`; a step alone takes {middle(alone_s):.3f} s; medians of {len(first)} rounds.",
+        f"`num_threads=1`; a step alone takes {middle(alone_s):.3f} s; medians of {len(first)} rounds, "
+        "and the least and the most.",
         "",
-        "| | longer | wanted |",
-        "| --- | --- | --- |",
-        f"| a step while the state is staged, the commit after it | {longer:.1%} | {verdict(longer, WANTED_LONGER)} |",
-        f"| a step beside a bare thread that copies the same bytes | {middle(bare):.1%} | |",
-        f"| three steps, the commit made beside them | {middle(all_of_them):.1%} | |",
+        "| | longer | least, most | wanted |",
+        "| --- | --- | --- | --- |",
+        f"| a step while the state is staged, the commit after it | {longer:.1%} | {spread(first)} | {found} |",
+        f"| a step beside a bare thread that copies the same bytes | {middle(bare):.1%} | {spread(bare)} | |",
+        f"| three steps, the commit made beside them | {middle(all_of_them):.1%} | {spread(all_of_them)} | |",
         "",
         f"The hook, when nothing waits: {(hook[1] - hook[0]) * 1e9:.0f} ns of each step of an optimizer.",
         "",
@@ -135,10 +137,14 @@ def page(steps: Any, hook: tuple[float, float], scratch: Path) -> str:
     ])  # fmt: skip
 
 
+def spread(values: list[float]) -> str:
+    return f"{min(values):.1%}, {max(values):.1%}"
+
+
 def measured(scratch: Path, quick: bool) -> str:
     hook = measure_hook()
     torch.set_num_threads(1)
-    return page(measure_steps(scratch, 3 if quick else 5, 3), hook, scratch)
+    return page(measure_steps(scratch, 3 if quick else 9, 3), hook, scratch)
 
 
 if __name__ == "__main__":
