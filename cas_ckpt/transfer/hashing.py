@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from blake3 import blake3
 
-from cas_ckpt.objects.digest import LEAF_BYTES, Digest, leaf_digests
+from cas_ckpt.objects.digest import LEAF_BYTES, Digest, digests_of, leaf_digests
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.transfer.workers import run_all
@@ -48,6 +48,9 @@ SMALL_BYTES = 64 << 10
 """Stretches of up to so many bytes are hashed as they are."""
 
 SUM_BYTES = 16
+
+CACHE_LINE_BYTES = 64
+"""What a processor brings from memory at a time, on most of them."""
 
 _BLOCK_ROWS = (1 << 20) // ROW_BYTES
 """Rows that are summed at a time: a block stays in the processor's cache between its two sums."""
@@ -101,17 +104,28 @@ class CellHasher:
 
     def _band_digests(self, array: Array, grid: Grid, columns: int, item_bytes: int) -> list[list[Digest]]:
         width = grid.cell[-1]
-        rows = math.prod(array.shape[:-1])
+        rows = array.reshape(-1, columns, width)
         band_rows = grid.leaf_bytes // (width * item_bytes)
-        # [row, column cell, element] -> [column cell, row, element]: a leaf of each cell at a time.
-        split = array.reshape(rows, columns, width).transpose(1, 0, 2)
-        space = self._space(columns * grid.leaf_bytes)
-        bands = []
-        for top in range(0, rows, band_rows):
-            band = split[:, top : top + band_rows]
-            leaf_bytes = band.shape[1] * width * item_bytes
-            bands.append(leaf_digests(gather(band, space), leaf_bytes))
-        return list(map(list, zip(*bands, strict=True)))
+        whole = len(rows) // band_rows * band_rows
+        found = self._bands(rows[:whole], band_rows) if whole else []
+        if whole < len(rows):
+            found += self._bands(rows[whole:], len(rows) - whole)
+        return list(map(list, zip(*found, strict=True)))
+
+    def _bands(self, rows: Array, band_rows: int) -> list[list[Digest]]:
+        """For each band of so many rows of [row, column cell, element] the digests of its leaves, one a column cell."""
+        bands = rows.reshape(-1, band_rows, *rows.shape[1:]).transpose(0, 2, 1, 3)
+        lines = rows.reshape(len(bands), -1).view(np.uint8)[:, ::CACHE_LINE_BYTES]
+        space = self._space(bands[0].nbytes)
+        gathered = space.view(rows.dtype).reshape(bands.shape[1:])
+        leaves = [leaf.data for leaf in space.reshape(len(gathered), -1)]
+        found = []
+        for band, starts in zip(bands, lines, strict=True):
+            # Brings the band into the cache, many lines at a time: a copy of short runs waits for memory at each.
+            np.bitwise_or.reduce(starts)
+            np.copyto(gathered, band)
+            found.append(digests_of(leaves))
+        return found
 
     def _space(self, num_bytes: int) -> Array:
         if len(self._scratch) < num_bytes:

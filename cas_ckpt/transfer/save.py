@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, filterfalse
 from operator import not_
@@ -57,6 +57,10 @@ class TensorWork:
         self.item_bytes = self.spec.item_bytes
         self.room = aligned(math.prod(self.grid.cell) * self.item_bytes)
 
+    def cell_bytes(self, number: int) -> int:
+        """Bytes of a cell."""
+        return self.grid.cell_elements(number) * self.item_bytes
+
 
 Unit: TypeAlias = tuple[TensorWork, range]
 """Cells of one tensor that are best hashed together."""
@@ -64,7 +68,7 @@ Unit: TypeAlias = tuple[TensorWork, range]
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One cell to be saved: where its bytes come from and how many they are.
+    """One cell to be saved.
 
     Attributes:
         leaves: What was hashed of bytes that nobody changes any more.
@@ -72,7 +76,6 @@ class _Cell:
 
     work: TensorWork
     number: int
-    num_bytes: int
     leaves: list[Digest] | None = None
 
 
@@ -91,16 +94,14 @@ class Claims:
 
     def unknown(self, ids: Sequence[Digest]) -> list[int]:
         """Positions of the ids that are neither stored nor claimed."""
-        self._look_up(ids)
-        found = []
-        for at, digest in enumerate(ids):
-            if digest in self._missing and digest not in self._claimed:
-                found.append(at)
-        return found
+        if self._all_stored(ids):
+            return []
+        return [at for at, digest in enumerate(ids) if digest in self._missing and digest not in self._claimed]
 
     def claim_all(self, digests: Sequence[Digest]) -> list[bool]:
         """True for those that the caller must write: not stored, and claimed by nobody before; of equals the first."""
-        self._look_up(digests)
+        if self._all_stored(digests):
+            return [False] * len(digests)
         claimed = []
         with self._lock:
             for digest in digests:
@@ -110,11 +111,14 @@ class Claims:
                 claimed.append(is_new)
         return claimed
 
-    def _look_up(self, ids: Sequence[Digest]) -> None:
-        """Ask about all ids that are not known to be missing."""
+    def _all_stored(self, ids: Sequence[Digest]) -> bool:
+        """Ask about all ids that are not known to be missing; whether none is."""
         asked = list(filterfalse(self._missing.__contains__, ids))
-        if asked:
-            self._missing.update(compress(asked, map(not_, self._known(asked))))
+        stored = self._known(asked) if asked else ()
+        if all(stored):
+            return len(asked) == len(ids)
+        self._missing.update(compress(asked, map(not_, stored)))
+        return False
 
 
 def save_tensors(
@@ -237,15 +241,14 @@ class _BatchSaver:
 
     def __call__(self, batch: list[Unit]) -> None:
         """Name every chunk of the batch and hand the new ones to the sink."""
-        cells = [
-            _Cell(work, number, work.grid.cell_elements(number) * work.item_bytes)
-            for work, group in batch
-            for number in group
-        ]
-        num_new = num_bytes = room = 0
-        run: list[_Cell] = []  # those that fit one buffer together; a longer one is a run by itself
         is_new = batch[0][0].is_new
-        for cell in cells if is_new or self._expect_new else self._hash_in_place(batch, cells):
+        if is_new or self._expect_new:
+            cells = [_Cell(work, number) for work, group in batch for number in group]
+        else:
+            cells = self._hash_in_place(batch)
+        num_new = room = 0
+        run: list[_Cell] = []  # those that fit one buffer together; a longer one is a run by itself
+        for cell in cells:
             room += cell.work.room
             if run and room > BATCH_BYTES:
                 num_new += self._copy_and_write(run)
@@ -253,26 +256,28 @@ class _BatchSaver:
             run.append(cell)
         if run:
             num_new += self._copy_and_write(run)
-        for cell in cells:
-            num_bytes += cell.num_bytes
         if not is_new:
-            self._expect_new = num_new * 2 > len(cells)
+            self._expect_new = num_new * 2 > sum(len(group) for _, group in batch)
         if self._left is not None:
             self._left.done(batch)
-        self._progress.advance(num_bytes)
+        self._progress.advance(sum(work.cell_bytes(number) for work, group in batch for number in group))
 
-    def _hash_in_place(self, batch: list[Unit], cells: list[_Cell]) -> list[_Cell]:
-        """Name the chunks; those cells whose chunks are not stored."""
-        leaves: list[list[Digest]] = []
-        private: list[bool] = []
+    def _hash_in_place(self, batch: list[Unit]) -> list[_Cell]:
+        """Name the chunks; those cells whose chunks are not stored.
+
+        Of an unchanged state this is all that happens, with the interpreter's lock held but for the hashing itself: a
+        microsecond here costs each thread one.
+        """
+        cells: list[tuple[TensorWork, int, list[Digest] | None]] = []
+        ids: list[Digest] = []
         for work, group in batch:
-            private += [is_private(work.source)] * len(group)  # asked before it is read
-            leaves += self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
-        ids = []
-        for cell, digests in zip(cells, leaves, strict=True):
-            digest = cell.work.chunks[cell.number] = chunk_id(cell.num_bytes, digests)
-            ids.append(digest)
-        return [replace(cells[at], leaves=leaves[at]) if private[at] else cells[at] for at in self._claims.unknown(ids)]
+            stays = is_private(work.source)  # asked before it is read
+            leaves = self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
+            for number, digests in zip(group, leaves, strict=True):
+                digest = work.chunks[number] = chunk_id(work.cell_bytes(number), digests)
+                ids.append(digest)
+                cells.append((work, number, digests if stays else None))
+        return [_Cell(*cells[at]) for at in self._claims.unknown(ids)]
 
     def _copy_and_write(self, run: list[_Cell]) -> int:
         """Copy cells that fit one buffer, hash the copies, and write those that nobody has; how many those are.
