@@ -315,7 +315,7 @@ class RefStore:
         keys = [ref_key(kind, name) for kind in kinds]
         if self._lists_versions and (len(keys) > 1 or self._one_look() is not None):
             versions, read = self._versions(), dict[str, bytes]()
-            records = self._records(versions, keys, _Total(self._store.url), read)
+            records = self._records(versions, keys, _Totals(self._store.url), read)
             self._note(versions, read)
         else:
             records = None
@@ -397,9 +397,9 @@ class RefStore:
         look = self._one_look()
         if look:
             return look
-        total = _Total(self._store.url)
+        totals = _Totals(self._store.url)
         listed = cast(ListsVersions, self._store).list_versions(_REFS)
-        found = {each.key: total.counted(each.version) for each in listed}
+        found = {each.key: totals.of(each.key).counted(each.version) for each in listed}
         known = self._remembered()
         self._tell(any(known[key][0] == version for key, version in found.items() if key in known))
         if look is not None:
@@ -408,16 +408,16 @@ class RefStore:
 
     def _looked(self, versions: Mapping[str, str], named: Sequence[tuple[RefKind, str, str]]) -> Iterator[Ref]:
         """These refs, in their order; no more records are in memory than those that are remembered, and some."""
-        total, read = _Total(self._store.url), dict[str, bytes]()
+        totals, read = _Totals(self._store.url), dict[str, bytes]()
         try:
             for some in _runs(named):
-                records = self._records(versions, [key for _, _, key in some], total, read)
+                records = self._records(versions, [key for _, _, key in some], totals, read)
                 yield from (self._decoded(*each, records) for each in some if each[2] in records)
         finally:
             self._note(versions, read)
 
     def _records(
-        self, versions: Mapping[str, str], keys: Iterable[str], total: _Total, read: dict[str, bytes]
+        self, versions: Mapping[str, str], keys: Iterable[str], totals: _Totals, read: dict[str, bytes]
     ) -> dict[str, bytes]:
         """The records under those of `keys` that are there; only what changed is read, and added to `read`.
 
@@ -430,7 +430,7 @@ class RefStore:
 
         def read_one(key: str) -> bytes:
             record = self._store.get(key)
-            return total.counted(record, num_bytes=len(record))
+            return totals.of(key).counted(record, num_bytes=len(record))
 
         found = dict(zip(changed, map_all(read_one, changed, num_threads=self._num_requests), strict=True))
         if sum(map(len, read.values())) + sum(map(len, found.values())) <= KNOWN_BYTES:
@@ -565,7 +565,7 @@ class RefStore:
 
 
 class _Total:
-    """How much of a listing of refs came so far, whatever the store says of its length. Threads may share it.
+    """How much of a listing of refs of one kind came so far, whatever the store says of its length. Threads may share it.
 
     The limit is that of the thread which makes it.
     """
@@ -589,6 +589,19 @@ class _Total:
                 f"{self._most * REF_BYTES >> 20} MiB of them: if they are meant, {_RAISE}"
             )
         return found
+
+
+class _Totals:
+    """A total for each kind of refs, and one for files below `refs/` that are of none: in a store far away all are
+    listed together."""
+
+    def __init__(self, url: str) -> None:
+        self._kinds = {kind.value: _Total(url) for kind in RefKind}
+        self._others = _Total(url)
+
+    def of(self, key: str) -> _Total:
+        """The one that the ref under `key` counts in."""
+        return next((total for prefix, total in self._kinds.items() if key.startswith(prefix)), self._others)
 
 
 _RAISE = "raise the limit: with cas_ckpt.limits(max_refs=...)"

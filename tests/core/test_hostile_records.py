@@ -210,6 +210,36 @@ def test_as_many_refs_as_are_allowed_may_all_have_full_logs() -> None:
     assert max(size for _, size in store.list("refs/")) < refs.REF_BYTES / 1.5
 
 
+@pytest.mark.parametrize("far", [False, True], ids=["local", "far"])
+def test_as_many_refs_of_each_kind_are_allowed_wherever_the_store_is(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, kinds = MemoryStore(), (RefKind.BRANCH, RefKind.TAG)
+    for kind in kinds:
+        for number in range(40):
+            held = refs.RefStore(store)
+            held.swap(held.create_placeholder(kind, f"{kind.label}-{number}"), ids(2)[1], generation=Generation())
+    seen = RemoteStore(store) if far else store
+    monkeypatch.setattr(refs, "REF_BYTES", max(size for _, size in store.list("refs/")))
+    with limits(max_refs=40):
+        assert len(list(refs.RefStore(seen).list())) == 2 * len(list(refs.RefStore(seen).list(RefKind.TAG))) == 80
+        assert refs.RefStore(seen).seen(kinds, "tag-7") is not None
+    for kind in kinds:
+        with limits(max_refs=39), pytest.raises(TooLargeError, match="more than 39 refs of one kind"):
+            list(refs.RefStore(seen).list(kind))
+    monkeypatch.setattr(refs, "REF_BYTES", 20)
+    with limits(max_refs=40), pytest.raises(TooLargeError, match="MiB"):
+        list(refs.RefStore(seen).list(RefKind.TAG))
+
+
+def test_files_beside_refs_of_a_store_far_away_do_not_fill_memory_either() -> None:
+    store = MemoryStore()
+    for number in range(60):
+        store.put(f"refs/odd/{number}.ref", b"x")
+    with limits(max_refs=50), pytest.raises(TooLargeError, match="more than 50"):
+        list(refs.RefStore(RemoteStore(store)).list())
+
+
 def test_who_only_looks_at_refs_holds_neither_their_logs_nor_their_records() -> None:
     store = MemoryStore()
     for number in range(300):
