@@ -150,6 +150,18 @@ def test_whatever_is_unusual_is_asked_the_whole_way(name: str, tmp_path: Path) -
     assert quick_log(str(place)) is None
 
 
+def test_of_a_branch_and_a_tag_of_one_name_both_ways_take_the_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = grown(tmp_path / "repo", 0, commits=8, merges=False)
+    monkeypatch.setattr("cas_ckpt.core.publish.check_free", lambda *_: None)  # two writers at one moment
+    with Repository.open(place, group=None) as repo:
+        repo.tag("main", "main~3")
+        repo.branch("v1", start="main~4")
+        assert repo.log("main")[0].id == repo.tags()["main"] != repo.log()[0].id == repo.branches()["main"]
+    agree(place)
+
+
 def test_a_log_of_nothing_a_url_and_what_is_no_name_are_asked_the_whole_way(tmp_path: Path) -> None:
     place = grown(tmp_path / "repo", 0, commits=8, merges=False)
     RepositoryHandle.open(place).close()

@@ -59,14 +59,16 @@ def quick_log(
             return None
         names: dict[str, list[str]] = {}
         targets: set[Digest] = set()
-        heads: dict[str, Digest] = {}  # branches come before tags, as where a revision is resolved
+        heads: dict[str, Digest] = {}  # a tag goes before a branch of its name, as where a revision is resolved
         for ref in RefStore(store).list():
             if ref.target is None:
                 continue
             targets.add(ref.target)
             names.setdefault(ref.target.hex(), []).append(_PREFIXES.get(ref.kind, "") + ref.name)
-            if ref.kind in (RefKind.BRANCH, RefKind.TAG) and (revision is not None or ref.kind is RefKind.BRANCH):
+            if ref.kind is RefKind.BRANCH:
                 heads.setdefault(ref.name, ref.target)
+            elif ref.kind is RefKind.TAG and revision is not None:
+                heads[ref.name] = ref.target
         head = heads.get(config.default_branch if revision is None else revision)
         if head is None:
             return None
