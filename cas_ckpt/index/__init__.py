@@ -21,8 +21,8 @@
                     `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
                     of them meet the conditions of `filters.py`), `log_reader.py` (a plain log, by SQLite's driver
-                    alone), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs say, how far
-                    damage reaches)
+                    alone), `first_parents.py` (how both ask for a line of commits), `usage.py` (bytes, and who holds
+                    what), `integrity.py` (is it as the packs say, how far damage reaches)
     of states       `trees.py` (containers opened by their rows), `entries.py` (the entries of one state), `places.py`
                     (many states at once), `key_changes.py` (what commits changed), `tree_diff.py` (where two differ),
                     `finding.py` (what is where)

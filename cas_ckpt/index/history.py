@@ -22,6 +22,7 @@ from sqlalchemy import Connection, exists, select, text
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.index.filters import SIGNS, CommitFilter
+from cas_ckpt.index.first_parents import LINE, line_as_log
 from cas_ckpt.index.layouts import layouts_with
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
@@ -59,21 +60,6 @@ _LINE = """
     SELECT digest FROM line ORDER BY place
 """
 """A commit is found by its digest through `objects`: there is no other way in by digest."""
-
-
-_CHAIN = """
-    WITH RECURSIVE line(object_id, digest, parent, place) AS (
-        SELECT c.object_id, o.digest, c.first_parent, 1 FROM t_objects o CROSS JOIN t_commits c
-        WHERE o.digest = :start AND c.object_id = o.object_id
-        UNION ALL
-        SELECT c.object_id, o.digest, c.first_parent, l.place + 1
-        FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
-        WHERE l.place < :most AND o.digest = l.parent AND c.object_id = o.object_id
-    )
-    SELECT l.object_id, l.digest, l.parent,
-           EXISTS (SELECT 1 FROM t_more_parents m WHERE m.object_id = l.object_id) FROM line l ORDER BY l.place
-"""
-"""A line of first parents: number, id, first parent, whether it has more parents."""
 
 
 def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
@@ -183,22 +169,6 @@ def all_lineage(connection: Connection) -> list[tuple[bytes, LineageEdge]]:
 # --- the commits that some heads lead to ----------------------------------------------------
 
 
-def _begin(
-    connection: Connection, start: bytes, *, most: int, first_parent: bool, whole: bool
-) -> list[tuple[int, bytes]] | None:
-    """The first `most` commits of the log of `start`, as far as they are one line; None: they are not.
-
-    Up to a merge, only one commit may come next. The cost follows `most`, not the repository.
-    """
-    rows = connection.execute(text(_CHAIN), {"start": start, "most": most}).all()
-    if not rows or (not first_parent and any(merge for *_, merge in rows[:-1])):
-        return None
-    _, _, parent, merge = rows[-1]
-    if len(rows) < most and (parent is not None and (whole or merge)):
-        return None  # an unknown parent, or the way goes on behind a merge: whoever reads all knows what to do
-    return [(number, bytes(digest)) for number, digest, *_ in rows]
-
-
 class _Node(NamedTuple):
     """What the walk needs of one commit."""
 
@@ -264,7 +234,8 @@ def log(
     with index.reading() as connection:
         found = None
         if limit and len(heads) == 1 and not wanted and not more:
-            found = _begin(connection, heads[0], most=limit, first_parent=first_parent, whole=whole)
+            line = connection.execute(text(LINE), {"start": heads[0], "most": limit}).all()
+            found = line_as_log(line, most=limit, first_parent=first_parent, whole=whole)
         if found is None:
             found = walk(connection, heads, first_parent=first_parent, whole=whole, more=more)
         if wanted:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,9 @@ def grown(folder: Path, seed: int, *, commits: int = 25, merges: bool = True) ->
         given_up = [one for one in plain[2:6:2] if one not in {pin.commit for pin in repo.pins()}]
         if given_up:
             repo.forget(revisions=given_up)
+        for revision, keys in (("main", None), ("main", None), ("main~2", None), ("v1", "w")):
+            now[0] += 7
+            repo.load(revision, keys=keys)
     return folder
 
 
@@ -102,11 +106,6 @@ def run_sql(statement: str) -> Callable[[Path], None]:
     return run
 
 
-def restore(place: Path) -> None:
-    with Repository.open(place, group=None) as repo:
-        repo.load("main")
-
-
 def tune(place: Path) -> None:
     with Repository.open(place, group=None) as repo:
         repo.commit({"w": np.zeros(3, np.float32)}, lineage=[Lineage("fine-tune-of", "main")])
@@ -132,7 +131,6 @@ UNUSUAL: dict[str, Callable[[Path], None]] = {
     "the index is of another version": run_sql("UPDATE alembic_version SET version_num = '0003'"),
     "a parent is not known": run_sql("DELETE FROM t_commits WHERE message LIKE 'number 2%'"),
     "a row is damaged": run_sql("UPDATE t_commits SET stats = '[1' WHERE message LIKE 'number 2%'"),
-    "a state was restored": restore,
     "a state was made from another": tune,
     "there are settings": add_a_remote,
     "a ref is damaged": lambda place: ((place / "refs/heads/b1.ref").write_bytes(b"x") and None) or None,
@@ -148,6 +146,44 @@ def test_whatever_is_unusual_is_asked_the_whole_way(name: str, tmp_path: Path) -
     assert quick_log(str(place)) is not None
     UNUSUAL[name](place)
     assert quick_log(str(place)) is None
+
+
+def test_both_ways_say_when_a_state_was_last_restored_whole_and_in_order(tmp_path: Path) -> None:
+    place = grown(tmp_path / "repo", 0, commits=8, merges=False)
+    run_sql("UPDATE t_restores SET error = 'the disk is full' WHERE restore_id = 2")(place)
+    agree(place)
+    quick = quick_log(str(place))
+    assert quick is not None
+    restored = [each.restored_s for each in quick.commits]
+    assert restored[0] is not None and restored[2] is not None and restored[0] + 14 == restored[2]
+    assert not any(restored[1:2] + restored[3:])
+
+
+def test_the_first_commits_of_a_log_cost_the_same_however_many_merges_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = grown(tmp_path / "repo", 0, commits=8, merges=False)
+    connect, steps = sqlite3.connect, [0]
+
+    def counted(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*args, **options)
+        connection.set_progress_handler(lambda: steps.append(steps.pop() + 1), 10)
+        return connection
+
+    def cost() -> int:
+        steps[0] = 0
+        with monkeypatch.context() as patch:
+            patch.setattr("cas_ckpt.index.log_reader.sqlite3.connect", counted)
+            quick = quick_log(str(place), limit=3)
+        assert quick is not None and len(quick.commits) == 3
+        return steps[0]
+
+    before = cost()
+    run_sql(
+        "INSERT INTO t_more_parents (object_id, position, parent) WITH RECURSIVE n(i) AS "
+        "(SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5000) SELECT 1000000 + i, 1, randomblob(32) FROM n"
+    )(place)
+    assert 0 < cost() <= before + 10
 
 
 def test_of_a_branch_and_a_tag_of_one_name_both_ways_take_the_tag(
