@@ -18,32 +18,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from cas_ckpt.index.first_parents import LINE, line_as_log
 from cas_ckpt.index.open_lock import OpenLock
 from cas_ckpt.index.rows import REVISIONS, CommitRow
 from cas_ckpt.objects.graph import CommitGraph
 
 _BUSY_TIMEOUT_S = 1.0
 _PER_READ = 500
+_ALL = 1 << 60
 
-_LINE = """
-    WITH RECURSIVE line(object_id, digest, parent, place) AS (
-        SELECT c.object_id, o.digest, c.first_parent, 1 FROM t_objects o CROSS JOIN t_commits c
-        WHERE o.digest = :start AND c.object_id = o.object_id
-        UNION ALL
-        SELECT c.object_id, o.digest, c.first_parent, l.place + 1
-        FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
-        WHERE l.place < :most AND o.digest = l.parent AND c.object_id = o.object_id
-    )
-    SELECT object_id, digest, parent FROM line ORDER BY place
-"""
 _NODES = "SELECT digest, object_id, time_us, first_parent FROM t_commits"
-_MERGES = "SELECT object_id, parent FROM t_more_parents ORDER BY object_id, position"
+_MERGES = "SELECT object_id, parent FROM t_more_parents {of_some} ORDER BY object_id, position"
 _ROWS = (
     "SELECT object_id, digest, root, layout, first_parent, message, author, time_us, step, branch, metrics, meta, "
     "stats FROM t_commits WHERE object_id IN ({numbers})"
 )
-_UNUSUAL = ("SELECT 1 FROM t_lineage LIMIT 1", "SELECT 1 FROM t_restores LIMIT 1")
-"""What this does not read: what states were made from, and what was proven of them."""
+_PROVEN = """
+    SELECT root, MAX(started_us) FROM t_restores
+    WHERE complete = 1 AND error IS NULL AND root IN ({marks}) GROUP BY root
+"""
+"""What `restores.proven` asks."""
+
+_UNUSUAL = "SELECT 1 FROM t_lineage LIMIT 1"
+"""What this does not read: what states were made from."""
+
+
+class LoggedCommit(NamedTuple):
+    """A commit, and when the last restore that proves its state began, in microseconds; None: none does."""
+
+    row: CommitRow
+    restored_us: int | None
 
 
 class _Node(NamedTuple):
@@ -54,7 +58,7 @@ class _Node(NamedTuple):
 
 def read_log(
     path: Path, start: bytes, *, store_id: str, limit: int | None, first_parent: bool
-) -> list[CommitRow] | None:
+) -> list[LoggedCommit] | None:
     """The first `limit` commits that `start` leads to, in the order of the log; None: ask `history.log`.
 
     Args:
@@ -84,38 +88,27 @@ def _is_plain(connection: sqlite3.Connection, store_id: str) -> bool:
     store = connection.execute("SELECT value FROM t_meta WHERE key = 'store_id'").fetchall()
     if revision != [(REVISIONS[-1],)] or store != [(store_id,)]:
         return False
-    return all(connection.execute(query).fetchone() is None for query in _UNUSUAL)
+    return connection.execute(_UNUSUAL).fetchone() is None
 
 
 def _read(
     connection: sqlite3.Connection, start: bytes, limit: int | None, *, first_parent: bool
-) -> list[CommitRow] | None:
-    merges: dict[int, tuple[bytes, ...]] = {}
-    for number, parent in connection.execute(_MERGES):
-        merges[number] = (*merges.get(number, ()), parent)
-    numbers = None
+) -> list[LoggedCommit] | None:
+    found = None
     if first_parent or limit is not None:
-        numbers = _of_line(connection, start, limit)
-        if numbers is not None and not first_parent and not merges.keys().isdisjoint(numbers[:-1]):
-            numbers = None  # behind a merge more than one commit may come next
-    if numbers is None:
-        numbers = _of_graph(connection, start, merges)
-    if numbers is None:
+        most = _ALL if limit is None else limit
+        line = connection.execute(LINE, {"start": start, "most": most}).fetchall()
+        found = line_as_log(line, most=most, first_parent=first_parent, whole=True)
+    if found is None and not first_parent:
+        found = _of_graph(connection, start)
+    if found is None:
         return None
-    chosen = numbers if limit is None else numbers[:limit]
-    return list(_rows(connection, chosen, merges))
+    return list(_rows(connection, [number for number, _ in found[:limit]]))
 
 
-def _of_line(connection: sqlite3.Connection, start: bytes, limit: int | None) -> list[int] | None:
-    """The commit, its first parent and so on; the cost follows `limit`. None: the index lacks one of them."""
-    most = 1 << 60 if limit is None else limit
-    rows = connection.execute(_LINE, {"start": start, "most": most}).fetchall()
-    if not rows or (len(rows) < most and rows[-1][2] is not None):
-        return None
-    return [number for number, _, _ in rows]
-
-
-def _of_graph(connection: sqlite3.Connection, start: bytes, merges: dict[int, tuple[bytes, ...]]) -> list[int] | None:
+def _of_graph(connection: sqlite3.Connection, start: bytes) -> list[tuple[int, bytes]] | None:
+    """Numbers and ids of all that `start` leads to; None: the index lacks one of them."""
+    merges = _merges(connection)
     nodes = {
         digest: _Node(number, time_us, () if first is None else (first, *merges.get(number, ())))
         for digest, number, time_us, first in connection.execute(_NODES)
@@ -126,23 +119,37 @@ def _of_graph(connection: sqlite3.Connection, start: bytes, merges: dict[int, tu
     order = graph.log_order([start])
     if graph.unknown_parents(order):
         return None
-    return [nodes[digest].object_id for digest in order]
+    return [(nodes[digest].object_id, digest) for digest in order]
 
 
-def _rows(
-    connection: sqlite3.Connection, numbers: Sequence[int], merges: dict[int, tuple[bytes, ...]]
-) -> Iterator[CommitRow]:
+def _merges(connection: sqlite3.Connection, numbers: Sequence[int] | None = None) -> dict[int, tuple[bytes, ...]]:
+    """Number -> parents after the first, of the merges among these commits, or of all that there are."""
+    of_some = "" if numbers is None else f"WHERE object_id IN ({_listed(numbers)})"
+    merges: dict[int, tuple[bytes, ...]] = {}
+    for number, parent in connection.execute(_MERGES.format(of_some=of_some)):
+        merges[number] = (*merges.get(number, ()), parent)
+    return merges
+
+
+def _rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> Iterator[LoggedCommit]:
     for at in range(0, len(numbers), _PER_READ):
         some = numbers[at : at + _PER_READ]
-        query = _ROWS.format(numbers=", ".join(map(str, map(int, some))))
-        found = {row[0]: row for row in connection.execute(query)}
+        merges = _merges(connection, some)
+        found = {row[0]: row for row in connection.execute(_ROWS.format(numbers=_listed(some)))}
+        roots = [found[number][2] for number in some]
+        restored = dict(connection.execute(_PROVEN.format(marks=", ".join("?" * len(roots))), roots))
         for number in some:
             _, digest, root, layout, first, message, author, time_us, step, branch, metrics, meta, stats = found[number]
             parents = () if first is None else (first, *merges.get(number, ()))
-            yield CommitRow(
+            row = CommitRow(
                 digest, root, parents, layout, message, author, time_us, step, branch, _loads(metrics), meta,
                 _loads(stats),
             )  # fmt: skip
+            yield LoggedCommit(row, restored.get(root))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, map(int, numbers)))
 
 
 _JSON = json.JSONDecoder()

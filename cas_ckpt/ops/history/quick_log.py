@@ -77,7 +77,10 @@ def quick_log(
         if rows is None:
             return None
         forgotten = read_forgotten(store) - targets
-        return QuickLog([info_from_row(row, forgotten=row.digest in forgotten) for row in rows], names)
+        commits = [
+            info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored_us) for row, restored_us in rows
+        ]
+        return QuickLog(commits, names)
     except CkptError:
         return None
     finally:
