@@ -565,9 +565,9 @@ class RefStore:
 
 
 class _Total:
-    """How much of a listing of refs of one kind came so far, whatever the store says of its length. Threads may share it.
+    """How much of a listing of refs of one kind came so far, whatever the store says of its length.
 
-    The limit is that of the thread which makes it.
+    Threads may share it. The limit is that of the thread which makes it.
     """
 
     def __init__(self, url: str) -> None:
@@ -592,8 +592,10 @@ class _Total:
 
 
 class _Totals:
-    """A total for each kind of refs, and one for files below `refs/` that are of none: in a store far away all are
-    listed together."""
+    """A total for each kind of refs, and one for files below `refs/` that are of none.
+
+    In a store far away all are listed together.
+    """
 
     def __init__(self, url: str) -> None:
         self._kinds = {kind.value: _Total(url) for kind in RefKind}
