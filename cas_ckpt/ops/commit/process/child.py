@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from cas_ckpt import clock
@@ -57,6 +58,7 @@ class Commits:
     def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
         """The commit, and the head after it. Once it is made, nothing here reads or writes."""
         _apply_niceness(given["niceness"])
+        _leave(given["core"])
         _log_to(served, given["log_level"])
         sys.argv[:] = given["argv"]  # what provenance keeps
         handle = self._opened(given["repository"])
@@ -87,6 +89,18 @@ def _apply_niceness(wanted: int) -> None:
     now = os.nice(0)
     if wanted > now:
         os.nice(wanted - now)
+
+
+def _leave(core: int | None) -> None:
+    """Let this thread, and those that it starts, run on all cores but one, if there are others.
+
+    The threads of a commit are more than the cores that training leaves over; the niceness alone lets some of them
+    begin on the core that trains, which is then interrupted and finds its caches emptied.
+    """
+    others = os.sched_getaffinity(0) - {core}
+    if others:
+        with suppress(OSError):  # cores were taken from the process meanwhile: it runs where it may
+            os.sched_setaffinity(0, others)
 
 
 class AskedKey:

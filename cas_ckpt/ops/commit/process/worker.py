@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -222,7 +223,7 @@ class CommitWorker:
             "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
-            "era": era, "niceness": self._niceness, "limits": asdict(current_limits()),
+            "era": era, "niceness": self._niceness, "core": _core_of_main_thread(), "limits": asdict(current_limits()),
             "log_level": _LOGGER.getEffectiveLevel(), "argv": list(map(str, sys.argv)),
         }  # fmt: skip
 
@@ -303,6 +304,14 @@ class CommitWorker:
     def close(self) -> None:
         """End the process; a commit that it is making fails. Idempotent."""
         self._discard()
+
+
+def _core_of_main_thread() -> int | None:
+    """The core that this process's main thread, in general the one that trains, ran on last; None: not known."""
+    try:
+        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _cache(handle: RepositoryHandle) -> str | None:
