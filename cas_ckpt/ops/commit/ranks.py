@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import msgpack
 import numpy as np
@@ -232,13 +233,17 @@ class Contribution:
     def pack(self) -> bytes:
         """As bytes."""
         places = np.array(list(self.named), np.uint64).tobytes()
-        packs = [[pack.key, pack.kind, pack.size_bytes, list(map(astuple, pack.entries))] for pack in self.packs]
+        packs = [[pack.key, pack.kind, pack.size_bytes, list(map(_row, pack.entries))] for pack in self.packs]
         own = [[[node.kind, node.data, list(node.children), node.digest] for node in nodes] for nodes in self.own]
         ids = b"".join(self.named.values())
         packed: bytes = msgpack.packb(
             [places, ids, packs, own, self.own_counts, self.own_aliases], unicode_errors="surrogatepass"
         )
         return packed
+
+
+_row = attrgetter(*(each.name for each in fields(ExtentInfo)))
+"""An entry as a row; `astuple`, which copies every value, takes ten times as long."""
 
 
 def unpack_contribution(data: bytes) -> Contribution:
