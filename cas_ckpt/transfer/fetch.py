@@ -186,6 +186,7 @@ def verify_chunks(
     progress: Progress,
     relocate: Relocate | None = None,
     may_read_twice: bool = False,
+    announced: bool = True,
 ) -> None:
     """Read and hash what is wanted of all chunks; each then has the `extents` that hold it.
 
@@ -193,6 +194,7 @@ def verify_chunks(
 
     Args:
         may_read_twice: Whoever fills the targets reads again what is `past_cache` after this.
+        announced: What is read is announced to a local store ahead of time.
     """
     num_bytes = 0
     for chunk in chunks:
@@ -207,8 +209,8 @@ def verify_chunks(
 
         def through_cache(some: Sequence[StoredChunk]) -> None:
             run_all(
-                _announced(source, some), lambda: ChunkFiller(source, progress, relocate).verify,
-                num_threads=num_threads,
+                _announced(source, some) if announced else some,
+                lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads,
             )  # fmt: skip
 
         if may_read_twice and isinstance(source, ReadsPastCache) and (cold := not_in_memory(source, chunks)):

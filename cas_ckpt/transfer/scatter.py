@@ -205,9 +205,11 @@ def verify_and_scatter(
     num_threads = threads_within(memory_bytes // 2, chunks, num_threads)
     budget_bytes = round_bytes(memory_bytes, len(chunks), most=budget_bytes)
     with sourced(store, chunks, relocate) as (source, relocate):
+        # Ranks keep a disk busy together: what each of them announces only makes the others wait (decision 006).
         verify_chunks(
-            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
-        )
+            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate,
+            announced=peers.size == 1,
+        )  # fmt: skip
         senders = {each.reader for each in incoming}
         around = meet_neighbours(peers, store, chunks, num_senders=len(senders), budget_bytes=budget_bytes)
         on_verified()  # every rank has come here: every byte that anybody will get is verified
