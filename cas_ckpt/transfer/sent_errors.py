@@ -12,10 +12,14 @@ import traceback
 from typing import Any
 
 from cas_ckpt import errors
-from cas_ckpt.errors import CkptError, InternalError, PeerError
+from cas_ckpt.errors import CkptError, InternalError
 
 _MOST_CAUSES = 8
 _MOST_TEXT = 100_000
+_MOST_HELD = 1000
+_MOST_HELD_TEXT = 10_000
+"""Values of an attribute that is a tuple, and characters in one; what is longer stays where it is."""
+_OF_CLASSES = frozenset(dir(BaseException)) | {"exit_code"}
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -29,13 +33,13 @@ def _packed(error: BaseException, depth: int) -> list[Any]:
     if isinstance(error, OSError) and error.errno is not None:
         given = (error.errno, error.strerror, error.filename)  # `args` leave out the name of the file
     arguments = [each if _is_plain(each) else str(each) for each in given]
-    ranks = list(error.ranks) if isinstance(error, PeerError) else None
+    held = {name: value for name, value in vars(error).items() if _is_held(name, value)}
     cause = (
         error.__cause__ if error.__cause__ is not None else None if error.__suppress_context__ else error.__context__
     )
     below = None if cause is None or depth >= _MOST_CAUSES else _packed(cause, depth + 1)
     text = "".join(traceback.format_exception(error, chain=False))[-_MOST_TEXT:]
-    return [_names(type(error)), str(error), arguments, ranks, text, below]
+    return [_names(type(error)), str(error), arguments, held, text, below]
 
 
 def _names(kind: type[BaseException]) -> list[str]:
@@ -49,18 +53,18 @@ def _is_plain(value: Any) -> bool:
 
 def unpack_error(packed: Any) -> BaseException:
     """The error that `pack_error` packed: of its class, or of the nearest class that is known here."""
-    names, text, arguments, ranks, _, below = packed
-    made = _made(names, text, arguments, ranks)
+    names, text, arguments, held, _, below = packed
+    made = _made(names, text, arguments, held)
     if below is not None:
         made.__cause__ = unpack_error(below)
     return made
 
 
-def _made(names: list[str], text: str, arguments: list[Any], ranks: list[int] | None) -> BaseException:
+def _made(names: list[str], text: str, arguments: list[Any], held: Any) -> BaseException:
     for name in names:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, CkptError):
-            return PeerError(text, tuple(ranks)) if ranks is not None else kind(text)
+            return _holding(kind(text), held)
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
             try:
@@ -68,6 +72,25 @@ def _made(names: list[str], text: str, arguments: list[Any], ranks: list[int] | 
             except (TypeError, ValueError):
                 return kind(text)
     return InternalError(f"{names[0]}: {text}")
+
+
+def _holding(error: CkptError, held: Any) -> CkptError:
+    """`error` with the attributes that came with it, as far as they can be those of an error."""
+    for name, value in held.items() if isinstance(held, dict) else ():
+        given = tuple(value) if isinstance(value, list) else value
+        if _is_held(name, given):
+            vars(error)[name] = given
+    return error
+
+
+def _is_held(name: Any, value: Any) -> bool:
+    """Whether an attribute goes with its error: a plain value, or a tuple of some, of its own and not too long."""
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in _OF_CLASSES:
+        return False
+    values = value if isinstance(value, tuple) else (value,)
+    if len(values) > _MOST_HELD or not all(map(_is_plain, values)):
+        return False
+    return sum(len(each) for each in values if isinstance(each, (str, bytes))) <= _MOST_HELD_TEXT
 
 
 def packed_traceback(packed: Any) -> str:

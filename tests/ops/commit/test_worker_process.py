@@ -32,6 +32,7 @@ from cas_ckpt.errors import (
     CorruptionError,
     FrozenChangedError,
     InvalidInputError,
+    MemoryBudgetError,
     PeerError,
     StorageError,
     WorkerError,
@@ -200,6 +201,28 @@ def test_errors_are_raised_as_what_they_are_and_the_worker_goes_on(
     assert commits.pid == pid
 
 
+def test_errors_keep_their_causes_and_what_they_hold(commits: CommitWorker, handle: RepositoryHandle) -> None:
+    with pytest.raises(MemoryBudgetError) as here:
+        commit_live(handle, state({"a": numbers(1000, 1000)}), CommitRequest(memory_bytes=1000))
+    with pytest.raises(MemoryBudgetError) as there:
+        put(commits, {"a": numbers(1000, 1000)}, memory_bytes=1000)
+    assert there.value.least_bytes == here.value.least_bytes > 0
+
+    class LostKey:
+        public_key = b"k" * 32
+
+        def sign(self, data: bytes) -> bytes:
+            try:
+                raise OSError(28, "No space", "/x")
+            except OSError as error:
+                raise ConflictError("lost") from error
+
+    with pytest.raises(ConflictError, match="lost") as lost:
+        put(commits, {"a": 1}, sign=LostKey())
+    cause = lost.value.__cause__
+    assert isinstance(cause, OSError) and (cause.errno, cause.filename) == (28, "/x")
+
+
 def test_lines_of_the_log_and_bytes_come_here(
     commits: CommitWorker, handle: RepositoryHandle, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,8 +241,10 @@ def test_lines_of_the_log_and_bytes_come_here(
     put(commits, {"w": numbers(1000, 1000)})
     damaged = next(key for key, _ in handle.store.list(PACK_PREFIX))
     (Path(handle.store.url.removeprefix("file://")) / damaged).write_bytes(b"")
+    commits.close()  # the next worker looks at the packs anew
     items = {"w": numbers(1000, 1000), "v": numbers(500, 500)}
     put(commits, items, progress=Seen())
+    assert any(each.pathname == "(worker process)" and "is left out" in each.getMessage() for each in caplog.records)
     assert seen[0] == ("start", "hashing", 5_000_000)
     assert sum(each[1] for each in seen if each[0] == "advance") == 5_000_000
     assert seen[-1] == ("finish",)

@@ -173,7 +173,8 @@ class CommitWorker:
                 asked.end()
         except WorkFailed as failed:
             _LOGGER.debug("the worker process %d failed:\n%s", child.pid, packed_traceback(failed.packed))
-            raise unpack_error(failed.packed) from None
+            error = unpack_error(failed.packed)
+            raise error from error.__cause__
         except ChildEnded as ended:
             if not ended.had_begun:
                 raise
