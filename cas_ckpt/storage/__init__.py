@@ -3,6 +3,7 @@
     store.py          the contract: what every store MUST do and why, the checks of keys and ranges, and the errors
     file.py           a store in a folder: a value is a file; streamed values are written past the page cache
     disk.py           how a file appears whole and durable under its name; turns of writers; files kept open
+    page_cache.py     reads of what is in memory, and of nothing else
     memory.py         a store in a dict, for tests, demos and `memory://`
     object_store.py   a store over any object storage: keys under a prefix, conditions by value, listings
     object_reads.py   its reads: ranges in parts, bodies that break off are read on

@@ -49,6 +49,7 @@ from cas_ckpt.storage.disk import (
     sync_file,
     sync_folder,
 )
+from cas_ckpt.storage.page_cache import read_cached
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     RESERVED_PART,
@@ -259,9 +260,7 @@ WINDOW_BYTES = 1 << 20
 MOST_TARGETS = 1024
 """Places that one call of the system fills (IOV_MAX of Linux)."""
 
-_NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
-_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -334,7 +333,7 @@ class FileStore:
             if offset + num_bytes > size:
                 raise too_short(key, offset, num_bytes, size)
             if cached_only:
-                return _read_cached(descriptor, offset, view)
+                return read_cached(descriptor.fd, offset, view)
             done = os.preadv(descriptor.fd, [view], offset)
             while done < num_bytes:
                 got = os.preadv(descriptor.fd, [view[done:]], offset + done)
@@ -557,18 +556,6 @@ def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> b
     if len(data) < length:
         raise too_short(key, offset, length, offset + len(data))
     return data
-
-
-def _read_cached(descriptor: Descriptor, offset: int, view: memoryview) -> bool:
-    """Fill `view` if the page cache has all of it and the filesystem can tell."""
-    if _NOWAIT is None:
-        return False
-    try:
-        return os.preadv(descriptor.fd, [view], offset, _NOWAIT) == view.nbytes
-    except OSError as error:
-        if error.errno in _NOT_CACHED:
-            return False
-        raise
 
 
 def _window(descriptor: Descriptor, offset: int, length: int) -> memoryview:

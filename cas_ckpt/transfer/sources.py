@@ -14,7 +14,6 @@ gives (chunk_reader.py); what is damaged there is read from the store once more,
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
@@ -32,6 +31,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.storage.page_cache import read_cached
 from cas_ckpt.storage.store import ReadsIntoMany, Store, too_short
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span
@@ -227,27 +227,18 @@ class StagedStore:
             return not cached_only and self.store.read_into(key, offset, target)
         if self._file is None:
             raise NotFoundError("nothing was staged")
-        flags = _NOWAIT if cached_only else 0
-        if flags is None:
-            return False
         done = 0
         try:
+            if cached_only:
+                return read_cached(self._file.fileno(), offset, target)
             while done < len(target):
-                got = os.preadv(self._file.fileno(), [target[done:]], offset + done, flags)
-                if not got or (cached_only and got < len(target)):
-                    if cached_only:
-                        return False
+                got = os.preadv(self._file.fileno(), [target[done:]], offset + done)
+                if not got:
                     raise too_short(key, offset, len(target), offset + done)
                 done += got
         except OSError as error:
-            if cached_only and error.errno in _NOT_CACHED:
-                return False
             raise CorruptionError(f"what was staged on the local disk cannot be read again: {error}") from error
         return True
-
-
-_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
-_NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 
 
 @contextmanager
