@@ -18,16 +18,7 @@ from cas_ckpt.transfer.save_memory import BATCH_BYTES
 KEPT_BUFFERS = 12
 """Buffers of `BATCH_BYTES` that a process keeps for its next commit."""
 
-ALIGNED_BYTES = 64
-"""Where cells begin in a buffer: at multiples of the largest item, and of a line of the processor's cache."""
-
-
 _kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
-
-
-def aligned(num_bytes: int) -> int:
-    """The room that so many bytes take of a buffer."""
-    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 class Buffers:

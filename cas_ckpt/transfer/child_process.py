@@ -118,6 +118,9 @@ class _Keeper:
 
     Attributes:
         ended: Set once the child has ended and its status is known.
+
+    Raises:
+        StorageError: there is no thread to be had; `theirs` is closed.
     """
 
     def __init__(self, entry: str, theirs: socket.socket, said: int) -> None:
@@ -125,7 +128,12 @@ class _Keeper:
         self._begun = threading.Event()
         self._refusal: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        threading.Thread(target=self._keep, args=(entry, theirs, said), name="cas-ckpt-keeper", daemon=True).start()
+        keeper = threading.Thread(target=self._keep, args=(entry, theirs, said), name="cas-ckpt-keeper", daemon=True)
+        try:
+            keeper.start()
+        except RuntimeError as error:
+            theirs.close()
+            raise StorageError(f"no worker process can be started: {error}") from error
 
     def process(self) -> subprocess.Popen[bytes]:
         """The child, once it is started.
@@ -157,7 +165,7 @@ class _Keeper:
 
 
 class ChildProcess:
-    """A child that does one piece of work at a time. For one thread at a time, but for `cancel`, `close` and `pid`.
+    """A child that does one piece of work at a time. For one thread at a time, but for `close` and `pid`.
 
     Attributes:
         pid: Its process id.
@@ -174,8 +182,8 @@ class ChildProcess:
         self._said = open(os.memfd_create("cas-ckpt-said"), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._is_ready = self._is_at_work = self._has_begun = False
         self._is_ours = True
-        keeper = _Keeper(entry, theirs, self._said.fileno())
         try:
+            keeper = _Keeper(entry, theirs, self._said.fileno())
             self._process = keeper.process()
         except BaseException:
             self._connection.close()
@@ -261,13 +269,6 @@ class ChildProcess:
                         raise
                 else:
                     self._send(reply)
-
-    def cancel(self) -> None:
-        """Tell the work that nobody wants it any more; it may end as if it had not heard. From any thread."""
-        try:
-            self._connection.send(["cancel"])
-        except Ended:
-            pass  # then it is over
 
     def _send(self, message: Any, *, files: Sequence[int] = ()) -> None:
         watch = _Watch(self)

@@ -29,7 +29,8 @@ _Sized = tuple[int, Box, int]
 """Receiver, box, bytes."""
 
 ALIGN_BYTES = 64
-"""Parts of a message begin at multiples of this, so that items of any width are aligned."""
+"""What lies side by side in memory begins at multiples of this, so that items of any width are aligned: parts of a
+message, cells in a buffer, staged tensors. It is a line of the processor's cache, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def quota_bytes(num_senders: int, budget_bytes: int) -> int:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next place where a part may begin."""
+    """The room that so many bytes take: what comes next begins aligned."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 

@@ -24,9 +24,10 @@ from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import ArraySource, is_private
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.buffers import Buffers, aligned
+from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.save_memory import BATCH_BYTES
 from cas_ckpt.transfer.workers import run_all
 

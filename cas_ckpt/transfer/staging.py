@@ -30,12 +30,10 @@ from cas_ckpt.errors import InternalError, TooLargeError
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.transfer.hashing import as_raw, stretches
+from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.workers import run_all
 
 Array: TypeAlias = np.ndarray[Any, Any]
-
-ALIGNED_BYTES = 64
-"""Where pieces begin in an arena: at multiples of the largest item, and of a line of the processor's cache."""
 
 GRANULE_BYTES = 2 << 20
 """Arenas are made and grown in multiples of this: the size of a huge page."""
@@ -46,11 +44,6 @@ COPY_BYTES = 16 << 20
 
 _WIPE_ON_FORK = 18
 """MADV_WIPEONFORK of Linux, which `mmap` has no name for."""
-
-
-def room_bytes(num_bytes: int) -> int:
-    """Bytes of an arena that a piece of `num_bytes` takes: the next one begins aligned."""
-    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 class Arena:
@@ -119,7 +112,7 @@ class Arena:
         at, memory = self._used, self._memory
         if memory is None or at + num_bytes > len(memory):
             raise InternalError(f"an arena has no room for {num_bytes} bytes more")
-        self._used = at + room_bytes(num_bytes)
+        self._used = at + aligned(num_bytes)
         return at, memory[at : at + num_bytes]
 
     def clear(self) -> None:

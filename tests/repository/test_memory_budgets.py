@@ -63,6 +63,17 @@ def test_what_is_too_little_is_refused_before_anything_is_done_and_says_how_much
             target["w"].zero_()
 
 
+def test_an_import_in_too_little_memory_is_refused_and_with_what_it_asks_for_it_works(tmp_path: Path) -> None:
+    state = {"w": torch.arange(3 << 20, dtype=torch.int32)}
+    torch.save(state, tmp_path / "w.pt")
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        with pytest.raises(MemoryBudgetError, match="needs") as caught:
+            repo.import_file(tmp_path / "w.pt", memory_bytes=1000)
+        assert not repo.branches()
+        repo.import_file(tmp_path / "w.pt", memory_bytes=caught.value.least_bytes)
+        assert torch.equal(repo.load("main")["w"], state["w"])
+
+
 def test_push_and_export_in_too_little_memory_are_refused_and_with_what_they_ask_for_they_work(tmp_path: Path) -> None:
     Repository.init(tmp_path / "other").close()
     with Repository.init(tmp_path / "repo", group=None) as repo:

@@ -240,3 +240,21 @@ def test_the_program_of_the_parent_is_not_run_again(tmp_path: Path) -> None:
     begun, has_torch, has_file, pid = done.stdout.split()
     assert (begun, has_torch, has_file) == ("begun", "False", "False")
     wait_until_gone(int(pid))  # the parent ended without a word
+
+
+def test_a_keeper_that_no_thread_can_be_started_for_is_an_error_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "cas-ckpt-keeper":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(StorageError, match="no worker process can be started: can't start"):
+            ChildProcess("tests.transfer.child_work:main")
+    assert set(os.listdir("/proc/self/fd")) <= before

@@ -21,9 +21,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from cas_ckpt.training.capture.tensors import is_kind
+from cas_ckpt.training.capture.tensors import locals_of
 from cas_ckpt.training.device.copies import pin, unpin
-from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool, room_bytes
+from cas_ckpt.transfer.rounds import aligned
+from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool
 
 Storages: TypeAlias = dict[tuple[torch.device, int], torch.UntypedStorage]
 """By device and address."""
@@ -42,7 +43,7 @@ class _Arenas:
 
     def rooms(self, storages: Storages) -> Storages:
         """Memory for each of them, by the same keys; undefined bytes."""
-        wanted = sum(room_bytes(storage.nbytes()) for storage in storages.values())
+        wanted = sum(aligned(storage.nbytes()) for storage in storages.values())
         if not wanted:
             return {}
         with self._lock:
@@ -113,20 +114,7 @@ def stage_state(state: dict[str, Any]) -> dict[str, Any]:
 def _tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
     """Strided tensors with memory, in dicts, lists and tuples; of divided ones the local parts."""
     if isinstance(value, torch.Tensor):
-        yield from filter(_has_memory, _parts(value))
+        yield from locals_of(value)
     elif isinstance(value, (dict, list, tuple)) and id(value) not in inside:
         for child in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(child, inside | {id(value)})
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    divided: Any = tensor
-    if is_kind(tensor, "DTensor"):
-        return [divided._local_tensor]
-    if is_kind(tensor, "ShardedTensor"):
-        return [shard.tensor for shard in divided.local_shards()]
-    return [tensor]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested

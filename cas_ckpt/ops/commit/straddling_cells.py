@@ -29,10 +29,11 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import saved
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.buffers import Buffers, aligned
+from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
 from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.save import Claims, TensorWork
 from cas_ckpt.transfer.workers import run_all
 

@@ -31,7 +31,7 @@ from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import LeftOut
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.revisions import Revision, resolve_named, revision_text
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, MemoryBudgetError
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
@@ -289,6 +289,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Make every complaint about the content say which file it came from."""
     try:
         yield
+    except MemoryBudgetError:  # not about its content; says how much is needed
+        raise
     except InvalidInputError as error:
         if str(path) in str(error):
             raise

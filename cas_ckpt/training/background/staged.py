@@ -41,7 +41,8 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.training.background.changes import Watch, Watched
 from cas_ckpt.transfer.hashing import as_raw
-from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy, room_bytes
+from cas_ckpt.transfer.rounds import aligned
+from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy
 
 Array: TypeAlias = np.ndarray[Any, Any]
 IsKnown: TypeAlias = Callable[[str, TensorItem, tuple[Box, ...]], bool]
@@ -81,7 +82,7 @@ class StagedTensor:
         for box in boxes:
             num_bytes = prod(box.sizes) * self.item_bytes
             self.num_bytes += num_bytes
-            self.room += room_bytes(num_bytes)
+            self.room += aligned(num_bytes)
         self.places: Places = ()
         self.digests: tuple[bytes, ...] = ()
 
@@ -89,7 +90,7 @@ class StagedTensor:
         """Stage only `boxes`: the chunks of all other cells are stored. Before anything of it is staged."""
         self.boxes, self.digests = boxes, digests
         self._numbers = {box.offsets: number for number, box in enumerate(boxes)}
-        self.room = sum(room_bytes(box.num_elements * self.item_bytes) for box in boxes)
+        self.room = sum(aligned(box.num_elements * self.item_bytes) for box in boxes)
 
     def leaf_hasher(self) -> LeafHasher | None:
         """See `HashingSource`: what was hashed before it was staged."""

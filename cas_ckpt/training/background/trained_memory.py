@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, is_kind
+from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, locals_of
 from cas_ckpt.training.optimizers import NamedOptimizer
 from cas_ckpt.training.stateful import NamedModule, found_in
 
@@ -57,7 +57,7 @@ class TrainedMemory:
 
     def _add_changed(self, tensor: torch.Tensor | None) -> None:
         """A forward may change it."""
-        for local in () if tensor is None else _locals_of(tensor):
+        for local in () if tensor is None else locals_of(tensor):
             self._changed_by_forward.add(local.untyped_storage().data_ptr())
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class TrainedMemory:
             if tensor.layout is torch.strided:
                 self._live.setdefault(tensor.data_ptr(), []).append((tensor, None))
             return
-        parts = _locals_of(tensor)
+        parts = locals_of(tensor)
         for part in parts:
             self._live.setdefault(part.data_ptr(), []).append((part, parts if part is tensor else (tensor, *parts)))
 
@@ -90,21 +90,6 @@ class TrainedMemory:
 def _is_same_part(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of two tensors that begin at one address: whether they end at one, with the same elements."""
     return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-
-
-def _locals_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that hold its elements here: itself, or its local parts; none that has no memory."""
-    if type(tensor) in PLAIN_TENSORS:
-        return (tensor,) if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested else ()
-    if is_kind(tensor, "DTensor"):
-        divided: Any = tensor
-        found = (divided._local_tensor,)
-    elif is_kind(tensor, "ShardedTensor"):
-        legacy: Any = tensor
-        found = tuple(shard.tensor for shard in legacy.local_shards())
-    else:
-        found = (tensor,)
-    return tuple(each for each in found if each.layout == torch.strided and not each.is_meta and not each.is_nested)
 
 
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -519,3 +519,18 @@ def same_fields(array: Array, attrs: Any) -> bool:
         return bool(npy_format.descr_to_dtype(attrs["descr"]) == array.dtype)
     except (TypeError, ValueError, LookupError):
         return False
+
+
+def locals_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold its elements here: itself, or its local parts; none that has no memory."""
+    if type(tensor) in PLAIN_TENSORS:
+        return (tensor,) if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested else ()
+    if is_kind(tensor, "DTensor"):
+        divided: Any = tensor
+        found = (divided._local_tensor,)
+    elif is_kind(tensor, "ShardedTensor"):
+        legacy: Any = tensor
+        found = tuple(shard.tensor for shard in legacy.local_shards())
+    else:
+        found = (tensor,)
+    return tuple(each for each in found if each.layout == torch.strided and not each.is_meta and not each.is_nested)

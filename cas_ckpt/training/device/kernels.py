@@ -27,12 +27,6 @@ this needs Triton; only hasher.py imports it, when a tensor is to be hashed on a
 import triton
 import triton.language as tl
 
-CHUNK_BYTES = 1024
-"""Bytes of a chunk of BLAKE3: what one lane hashes. Chunks of cas_ckpt are another thing."""
-
-VALUE_WORDS = 8
-"""Words of a chaining value, and of a digest."""
-
 TABLE_COLUMNS = 6
 
 _START, _END, _PARENT, _ROOT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)

@@ -37,6 +37,9 @@ SIGN, PEERS, PUBLISH = "sign", "peers", "publish"
 PROGRESS, LOG = "progress", "log"
 """What it tells."""
 
+NICENESS = 10
+"""How much the worker gives way to the training; see docs/performance.md."""
+
 TELL_BYTES = 64 << 20
 TELL_S = 0.2
 """How often bytes are reported: each message makes the trainer's interpreter run for a moment."""
@@ -44,6 +47,7 @@ TELL_S = 0.2
 
 def main(descriptor: int, parent: int) -> None:
     """Take commits from the process `parent` until it is gone. Never returns."""
+    os.nice(max(0, NICENESS - os.nice(0)))
     serve(descriptor, parent, Commits(), pack_error=pack_error, unpack_error=unpack_error)
 
 
@@ -57,7 +61,6 @@ class Commits:
 
     def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
         """The commit, and the head after it. Once it is made, nothing here reads or writes."""
-        _apply_niceness(given["niceness"])
         _leave(given["core"])
         _log_to(served, given["log_level"])
         sys.argv[:] = given["argv"]  # what provenance keeps
@@ -83,12 +86,6 @@ class Commits:
             url, index_place, cache = place
             self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
         return self._handle
-
-
-def _apply_niceness(wanted: int) -> None:
-    now = os.nice(0)
-    if wanted > now:
-        os.nice(wanted - now)
 
 
 def _leave(core: int | None) -> None:

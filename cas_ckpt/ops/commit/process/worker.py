@@ -57,9 +57,6 @@ _LOGGER = logging.getLogger("cas_ckpt")
 ENTRY = "cas_ckpt.ops.commit.process.child:main"
 """What the worker process runs."""
 
-NICENESS = 10
-"""How much the worker gives way to the training; see docs/performance.md."""
-
 _METHODS = frozenset({"gather_all", "gather", "broadcast", "exchange"})
 
 
@@ -99,16 +96,13 @@ def require_possible(handle: RepositoryHandle) -> None:
 class CommitWorker:
     """Commits of one repository in a process of its own. One thread at a time, but for `forget` and `close`.
 
-    Args:
-        niceness: Of the process, 0 to 19: how much it gives way to others.
     Raises:
         InvalidInputError: no other process can commit to this repository.
     """
 
-    def __init__(self, handle: RepositoryHandle, *, niceness: int = NICENESS) -> None:
+    def __init__(self, handle: RepositoryHandle) -> None:
         require_possible(handle)
         self._handle = handle
-        self._niceness = niceness
         self._child: ChildProcess | None = None
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._identities = Identities()
@@ -224,7 +218,7 @@ class CommitWorker:
             "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
-            "era": era, "niceness": self._niceness, "core": _core_of_main_thread(), "limits": asdict(current_limits()),
+            "era": era, "core": _core_of_main_thread(), "limits": asdict(current_limits()),
             "log_level": _LOGGER.getEffectiveLevel(), "argv": list(map(str, sys.argv)),
         }  # fmt: skip
 
@@ -324,7 +318,7 @@ def _packed_places(source: Staged, names: Sequence[int], item: TensorItem) -> li
     numbers = {number for number, _ in source.places}
     if numbers == {-1}:
         held = [
-            [list(box.offsets), list(box.sizes), as_raw(_read(source, box), item.spec.item_bytes).tobytes()]
+            [list(box.offsets), list(box.sizes), as_raw(item.source.read(box), item.spec.item_bytes).tobytes()]
             for box in source.boxes
         ]  # fmt: skip
         return ["held", held]
@@ -335,11 +329,6 @@ def _packed_places(source: Staged, names: Sequence[int], item: TensorItem) -> li
         for box, (_, begin) in zip(source.boxes, source.places, strict=True)
     ]  # fmt: skip
     return ["lent", names[numbers.pop()], boxes]
-
-
-def _read(source: Any, box: Box) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = source.read(box)
-    return array
 
 
 class _Asked:
