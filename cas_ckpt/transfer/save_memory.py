@@ -5,7 +5,8 @@ What a save takes, at most, besides the state:
     what it knows of the state   `ENTRY_BYTES` for each tensor and value, `CELL_BYTES` for each cell
     the database, and threads    `FIXED_BYTES`
     each pack being written      what the store says (`Abilities.writer_bytes`), and `in_flight_bytes` of the store once
-    each hashing thread          scratch for a cell, or two copies of it while it is encoded
+    each hashing thread          scratch for a cell, or two copies of it while it is encoded; what its source reads at
+                                 a time, unless that is memory of the state
     each buffer                  a cell, and what it became when it was encoded
 
 Invariant: pure; what comes out takes no more than the budget, unless that is less than `least_bytes`, which works.
@@ -48,15 +49,16 @@ class SaveMemory:
 
 def divide(
     memory_bytes: int, *, num_threads: int, num_entries: int, num_bytes: int, policy: EncodingPolicy,
-    abilities: Abilities,
+    abilities: Abilities, read_bytes: int = 0,
 ) -> SaveMemory:  # fmt: skip
     """The most threads, buffers and writers that fit; one thread, two buffers and one writer if nothing does.
 
     Args:
         num_threads: Wanted.
         num_entries, num_bytes: Of the state.
+        read_bytes: What a source holds, for each thread that reads it.
     """
-    buffer_bytes, thread_bytes = _each(policy)
+    buffer_bytes, thread_bytes = _each(policy, read_bytes)
     held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=0)
     left = memory_bytes - held
     wanted = NUM_WRITERS * abilities.writer_bytes + (LEAST_BUFFERS + 2) * buffer_bytes + 2 * thread_bytes
@@ -67,9 +69,11 @@ def divide(
     return SaveMemory(threads, LEAST_BUFFERS + max(0, min(spare, threads + SPARE_BUFFERS - LEAST_BUFFERS)), num_writers)
 
 
-def least_bytes(*, num_entries: int, num_bytes: int, policy: EncodingPolicy, abilities: Abilities) -> int:
+def least_bytes(
+    *, num_entries: int, num_bytes: int, policy: EncodingPolicy, abilities: Abilities, read_bytes: int = 0
+) -> int:
     """What a save takes at least. Arguments as for `divide`."""
-    buffer_bytes, thread_bytes = _each(policy)
+    buffer_bytes, thread_bytes = _each(policy, read_bytes)
     held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
     return held + LEAST_BUFFERS * buffer_bytes + thread_bytes
 
@@ -80,6 +84,7 @@ def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_wr
     return FIXED_BYTES + known + abilities.in_flight_bytes + num_writers * abilities.writer_bytes
 
 
-def _each(policy: EncodingPolicy) -> tuple[int, int]:
+def _each(policy: EncodingPolicy, read_bytes: int) -> tuple[int, int]:
     """Bytes of a buffer with what came of it, and of what a thread has besides."""
-    return int(BATCH_BYTES * (1 + _ENCODED_SHARE[policy])), BATCH_BYTES * (1 if policy is EncodingPolicy.RAW else 2)
+    scratch_bytes = BATCH_BYTES * (1 if policy is EncodingPolicy.RAW else 2)
+    return int(BATCH_BYTES * (1 + _ENCODED_SHARE[policy])), scratch_bytes + read_bytes

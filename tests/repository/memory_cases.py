@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cas_ckpt import Repository
+from cas_ckpt.ops.files.files import MAX_BAND_BYTES
 from cas_ckpt.storage.probe import NO_TOKEN
 from cas_ckpt.transfer import scatter
 
@@ -48,6 +50,7 @@ def import_everything(repo: Repository, folder: str) -> None:
     repo.checkout("small", into=small)
     repo.load("small")
     repo.export("small", f"{folder}/small.safetensors")
+    repo.import_file(f"{folder}/small.safetensors", branch="small")
     Repository.init(f"{folder}/other").close()
     repo.push(f"{folder}/other", "small")
 
@@ -75,6 +78,13 @@ def few_large_tensors(folder: str, encoding: str, memory_bytes: int | None) -> P
             lambda: repo.export("main", f"{folder}/x.safetensors", keys=["w0", "w1"], memory_bytes=memory_bytes)
         )
         peaks["push"] = peak_of(lambda: repo.push(f"{folder}/other", "main", **options))
+        randomize(state, 3)
+        save_file({"w0": state["w0"], "w1": state["w1"]}, f"{folder}/new.safetensors")
+        rows_bytes = 0 if memory_bytes is None else MAX_BAND_BYTES  # cells are cut out of so much of the file
+        if memory_bytes is not None:
+            options["memory_bytes"] = memory_bytes + rows_bytes
+        peak = peak_of(lambda: repo.import_file(f"{folder}/new.safetensors", branch="new", **options))
+        peaks["import"] = peak - rows_bytes
     return peaks
 
 

@@ -22,8 +22,8 @@ FAR = Abilities(durable=True, local=False, parallel=16, writer_bytes=8 << 20, in
 def taken(room: SaveMemory, state: dict[str, Any]) -> int:
     """What a save takes that has so much room."""
     policy = state["policy"]
-    buffer_bytes, thread_bytes = save_memory._each(policy)
-    sizes = {name: value for name, value in state.items() if name != "policy"}
+    buffer_bytes, thread_bytes = save_memory._each(policy, state["read_bytes"])
+    sizes = {name: value for name, value in state.items() if name not in ("policy", "read_bytes")}
     held = held_bytes(**sizes, num_writers=room.num_writers)
     return held + room.num_buffers * buffer_bytes + room.num_threads * thread_bytes
 
@@ -31,6 +31,7 @@ def taken(room: SaveMemory, state: dict[str, Any]) -> int:
 @given(
     memory_bytes=st.integers(1, 1 << 33), num_threads=st.integers(1, 64), num_entries=st.integers(0, 1 << 20),
     num_bytes=st.integers(0, 1 << 42), policy=st.sampled_from(EncodingPolicy), abilities=st.sampled_from([LOCAL, FAR]),
+    read_bytes=st.integers(0, 1 << 25),
 )  # fmt: skip
 def test_a_save_takes_no_more_than_its_budget_or_the_least(memory_bytes: int, num_threads: int, **state: Any) -> None:
     room = divide(memory_bytes, num_threads=num_threads, **state)

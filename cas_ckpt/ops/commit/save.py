@@ -79,16 +79,18 @@ class StateSize:
         num_bytes: Plain bytes of all tensors that have to be hashed, tied ones once.
         num_entries: Tensors and values.
         divided: Whether a tensor is divided over ranks.
+        read_bytes: What a thread holds that reads its tensors, such as rows of a file; 0 of live memory.
     """
 
     num_bytes: int
     num_entries: int
     divided: bool
+    read_bytes: int = 0
 
 
 def measure(state: Container) -> StateSize:
     """How large `state` is."""
-    num_bytes, num_entries, divided = 0, 0, False
+    num_bytes, num_entries, divided, read_bytes = 0, 0, False, 0
     tied = set()
     waiting = [state]
     while waiting:
@@ -101,11 +103,12 @@ def measure(state: Container) -> StateSize:
                 divided = divided or item.placement is not None
                 more = item.spec.num_bytes
                 if more > INLINE_BYTES:
+                    read_bytes = max(read_bytes, getattr(item.source, "read_bytes", 0))
                     tie = None if item.identity is None else (item.identity[0], item.spec.dtype)
                     if tie is None or tie not in tied:
                         num_bytes += more
                         tied.add(tie)
-    return StateSize(num_bytes, num_entries, divided)
+    return StateSize(num_bytes, num_entries, divided, read_bytes)
 
 
 def room_for(
@@ -119,7 +122,7 @@ def room_for(
     return divide(
         memory_budget(request.memory_bytes, num_ranks=num_ranks), num_threads=num_threads,
         num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
-        abilities=handle.store.abilities,
+        abilities=handle.store.abilities, read_bytes=size.read_bytes,
     )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def check_room(handle: RepositoryHandle, request: CommitRequest, size: StateSize
     """
     least = least_bytes(
         num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
-        abilities=handle.store.abilities,
+        abilities=handle.store.abilities, read_bytes=size.read_bytes,
     )  # fmt: skip
     check_memory(request.memory_bytes, least, f"a commit of {size.num_entries} entries here")
 

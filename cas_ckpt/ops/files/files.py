@@ -25,7 +25,7 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 
 from cas_ckpt.errors import ConflictError, InvalidInputError
-from cas_ckpt.objects.spec import Box, Spec, raw_dtype
+from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.storage.disk import Descriptor, make_folders, sync_file, sync_folder
 from cas_ckpt.storage.store import translated
 
@@ -143,6 +143,13 @@ class FileSource:
     offset: int
     spec: Spec
     scratch: ReadScratch
+
+    @property
+    def read_bytes(self) -> int:
+        """What a thread holds that reads it, cell by cell."""
+        box = grid_for(self.spec).box(0)
+        band_bytes = band_of(self.spec.shape, box).num_elements * self.spec.item_bytes
+        return band_bytes if band_bytes <= MAX_BAND_BYTES else box.num_elements * self.spec.item_bytes
 
     def read(self, box: Box) -> Array:
         """See `ArraySource`: valid until the same thread reads again."""
