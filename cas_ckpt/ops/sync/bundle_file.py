@@ -247,6 +247,8 @@ class BundleStore:
             raise CorruptionError(f"{self.url}: this is not a bundle of cas_ckpt")
         if (version := _HEADER.unpack(header)[1]) > VERSION:
             raise UnsupportedVersionError(f"{self.url}: a bundle of version {version}: upgrade cas_ckpt")
+        if header != _HEADER.pack(HEADER_MAGIC, VERSION):
+            raise CorruptionError(f"{self.url}: its header is damaged: copy the file again")
         trailer = self._bytes(max(self.size_bytes - _TRAILER_BYTES, 0), min(_TRAILER_BYTES, self.size_bytes))
         body, check = trailer[: _TRAILER.size], trailer[_TRAILER.size :]
         if body[:8] != TRAILER_MAGIC or blake3(body).digest(length=CHECK_BYTES) != check:

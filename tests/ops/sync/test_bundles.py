@@ -10,7 +10,14 @@ import pytest
 from blake3 import blake3
 
 from cas_ckpt import Repository
-from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import (
+    CkptError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.ops.sync import bundle_file
 from cas_ckpt.ops.sync.bundle import read_bundle
@@ -119,6 +126,15 @@ def test_a_bundle_that_is_cut_or_changed_is_refused_and_leaves_nothing(here: Rep
             require_same(here._handle, there._handle, "main")
             there = Repository.init(f"memory://there-{seen}")
     assert seen >= len(cuts) + len(flips) - 3
+
+
+def test_every_byte_of_the_header_counts(here: Repository, tmp_path: Path) -> None:
+    here.create_bundle(tmp_path / "b", "main")
+    data = (tmp_path / "b").read_bytes()
+    for at in range(16):
+        (tmp_path / "odd").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises((CorruptionError, UnsupportedVersionError)):
+            here.verify_bundle(tmp_path / "odd")
 
 
 def test_hostile_directories_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
