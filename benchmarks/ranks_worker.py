@@ -76,6 +76,7 @@ class Counted:
 
         self.num_bytes = 0
         self._blake3 = digest.blake3
+        self.digest = digest.blake3.digest
         digest.blake3 = self  # type: ignore[assignment]
 
     def __call__(self, data: Any = b"", **options: Any) -> Any:
