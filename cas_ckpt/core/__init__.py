@@ -4,8 +4,9 @@
        push_failures.py why a tier lacks commits; handle.py opens it: store, index and refs, kept in agreement;
        host_cache.py keeps what was read of a remote one; shared_index.py says where the index of a team is, and which
        roles it has there
-    2. refs.py has the mutable names of commits, with logs; protocol.py what collectors and writers tell one another;
-       publish.py moves a ref by that protocol, which is the moment of every commit
+    2. refs.py has the mutable names of commits, with logs; ref_store.py reads, lists and swaps them; protocol.py has
+       what collectors and writers tell one another; publish.py moves a ref by that protocol, which is the moment of
+       every commit
     3. packs.py brings packs into the index, backfill.py what an older version left out of it; packs.py also reads
        nodes by what the index says, each proven by its id; tree.py reads the tree of a commit; chunks.py finds the
        chunks of its tensors; states.py asks the index what states hold, for verbs that need none of their bytes;

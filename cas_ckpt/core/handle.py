@@ -36,7 +36,8 @@ from cas_ckpt.core.packs import (
 from cas_ckpt.core.preview import Preview
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
-from cas_ckpt.core.refs import Generation, Head, Ref, RefStore
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import Generation, Head, Ref
 from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import (
     CkptError,

@@ -24,7 +24,8 @@ from typing import Self
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import FORMAT_VERSION, require_there
-from cas_ckpt.core.refs import NONCE_BYTES, Generation, decode_generation, swap_record
+from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.refs import NONCE_BYTES, Generation, decode_generation
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.core.refs import NONCE_BYTES, swap_record
+from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import seal, unseal

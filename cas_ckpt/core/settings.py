@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
-from cas_ckpt.core.refs import NONCE_BYTES, check_name, swap_record
+from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.refs import NONCE_BYTES, check_name
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.bucket_url import SECRET

@@ -26,7 +26,8 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, default_author, swap_record
+from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, default_author
 from cas_ckpt.core.revisions import Revision, resolve_ref
 from cas_ckpt.core.signatures import judge_commit, read_commits, refusal, require_trusted, whose
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, SignatureError

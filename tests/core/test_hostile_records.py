@@ -12,11 +12,12 @@ import msgpack
 import pytest
 
 from cas_ckpt import Repository
-from cas_ckpt.core import forgotten, protocol, refs
+from cas_ckpt.core import forgotten, protocol, ref_store
 from cas_ckpt.core.config import CONFIG_KEY
 from cas_ckpt.core.forgotten import merge_forgotten, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.protocol import GC_STATE_KEY
-from cas_ckpt.core.refs import Generation, Move, RefKind, ref_key
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import MAX_LOG, Generation, Move, RefKind, ref_key
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, TooLargeError
 from cas_ckpt.objects import digest as digests
@@ -162,8 +163,8 @@ class Endless(MemoryStore):
         (forgotten.PREFIX, "", read_forgotten),
         (forgotten.RELEASED_PREFIX, "", forgotten.read_released),
         (protocol.PREFIX, "", protocol.live_sessions),
-        ("names/heads/", ".ref", lambda store: refs.RefStore(store).announced()),
-        ("refs/heads/", ".ref", lambda store: list(refs.RefStore(store).list())),
+        ("names/heads/", ".ref", lambda store: RefStore(store).announced()),
+        ("refs/heads/", ".ref", lambda store: list(RefStore(store).list())),
     ],
     ids=["forgotten", "released", "sessions", "names", "refs"],
 )
@@ -172,15 +173,15 @@ def test_a_listing_of_records_that_does_not_end_is_given_up(
 ) -> None:
     monkeypatch.setattr(stores, "MOST_KEYS", 1000)
     store = Endless(MemoryStore(), prefix, suffix)
-    placeholder = refs.RefStore(MemoryStore())
-    monkeypatch.setattr(refs.RefStore, "get", lambda self, kind, name: made)
+    placeholder = RefStore(MemoryStore())
+    monkeypatch.setattr(RefStore, "get", lambda self, kind, name: made)
     made = placeholder.create_placeholder(RefKind.BRANCH, "x")
     with limits(max_refs=1000), pytest.raises(TooLargeError, match="more than [14]000"):
         read(store)
 
 
 def test_refs_that_are_large_together_are_refused(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refs, "REF_BYTES", 100)
+    monkeypatch.setattr(ref_store, "REF_BYTES", 100)
     with Repository.open(there, group=None) as repo:
         for number in range(10):
             repo.tag(f"t{number}", "main")
@@ -190,10 +191,10 @@ def test_refs_that_are_large_together_are_refused(there: Path, monkeypatch: pyte
 
 def busy(store: MemoryStore, number: int) -> None:
     """A branch with a log as full as it gets."""
-    held, target = refs.RefStore(store), ids(2)[1]
+    held, target = RefStore(store), ids(2)[1]
     ref = held.create_placeholder(RefKind.BRANCH, f"research/{number:05}-learning-rate-0.0003-batch-4096")
     at_us, author = 1_790_000_000_000_000, "ann@node-17.cluster.example.com"
-    moves = [Move(at_us + at, target, target, "branch: set to main~12", author) for at in range(refs.MAX_LOG)]
+    moves = [Move(at_us + at, target, target, "branch: set to main~12", author) for at in range(MAX_LOG)]
     for move in moves[:-1]:
         ref = replace(ref, log=(*ref.log, move))
     held.swap(ref, target, generation=Generation(), move=moves[-1])
@@ -204,10 +205,10 @@ def test_as_many_refs_as_are_allowed_may_all_have_full_logs() -> None:
     for number in range(50):
         busy(store, number)
     with limits(max_refs=50):
-        assert len(list(refs.RefStore(store).every())) == len(list(refs.RefStore(store).list())) == 50
+        assert len(list(RefStore(store).every())) == len(list(RefStore(store).list())) == 50
     with limits(max_refs=49), pytest.raises(TooLargeError, match="max_refs"):
-        list(refs.RefStore(store).list())
-    assert max(size for _, size in store.list("refs/")) < refs.REF_BYTES / 1.5
+        list(RefStore(store).list())
+    assert max(size for _, size in store.list("refs/")) < ref_store.REF_BYTES / 1.5
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["local", "far"])
@@ -217,19 +218,19 @@ def test_as_many_refs_of_each_kind_are_allowed_wherever_the_store_is(
     store, kinds = MemoryStore(), (RefKind.BRANCH, RefKind.TAG)
     for kind in kinds:
         for number in range(40):
-            held = refs.RefStore(store)
+            held = RefStore(store)
             held.swap(held.create_placeholder(kind, f"{kind.label}-{number}"), ids(2)[1], generation=Generation())
     seen = RemoteStore(store) if far else store
-    monkeypatch.setattr(refs, "REF_BYTES", max(size for _, size in store.list("refs/")))
+    monkeypatch.setattr(ref_store, "REF_BYTES", max(size for _, size in store.list("refs/")))
     with limits(max_refs=40):
-        assert len(list(refs.RefStore(seen).list())) == 2 * len(list(refs.RefStore(seen).list(RefKind.TAG))) == 80
-        assert refs.RefStore(seen).seen(kinds, "tag-7") is not None
+        assert len(list(RefStore(seen).list())) == 2 * len(list(RefStore(seen).list(RefKind.TAG))) == 80
+        assert RefStore(seen).seen(kinds, "tag-7") is not None
     for kind in kinds:
         with limits(max_refs=39), pytest.raises(TooLargeError, match="more than 39 refs of one kind"):
-            list(refs.RefStore(seen).list(kind))
-    monkeypatch.setattr(refs, "REF_BYTES", 20)
+            list(RefStore(seen).list(kind))
+    monkeypatch.setattr(ref_store, "REF_BYTES", 20)
     with limits(max_refs=40), pytest.raises(TooLargeError, match="MiB"):
-        list(refs.RefStore(seen).list(RefKind.TAG))
+        list(RefStore(seen).list(RefKind.TAG))
 
 
 def test_files_beside_refs_of_a_store_far_away_do_not_fill_memory_either() -> None:
@@ -237,7 +238,7 @@ def test_files_beside_refs_of_a_store_far_away_do_not_fill_memory_either() -> No
     for number in range(60):
         store.put(f"refs/odd/{number}.ref", b"x")
     with limits(max_refs=50), pytest.raises(TooLargeError, match="more than 50"):
-        list(refs.RefStore(RemoteStore(store)).list())
+        list(RefStore(RemoteStore(store)).list())
 
 
 def test_who_only_looks_at_refs_holds_neither_their_logs_nor_their_records() -> None:
@@ -246,7 +247,7 @@ def test_who_only_looks_at_refs_holds_neither_their_logs_nor_their_records() -> 
         busy(store, number)
     held = sum(size for _, size in store.list("refs/"))
     for seen in (RemoteStore(store), store):
-        looks = refs.RefStore(seen, num_requests=4 if seen is not store else 1)
+        looks = RefStore(seen, num_requests=4 if seen is not store else 1)
         tracemalloc.start()
         found = list(looks.list())
         taken = tracemalloc.get_traced_memory()[0]
@@ -260,10 +261,10 @@ def test_no_more_records_of_a_store_far_away_are_remembered_than_are_allowed(mon
     for number in range(30):
         busy(store, number)
     record = max(size for _, size in store.list("refs/"))
-    monkeypatch.setattr(refs, "KNOWN_BYTES", 10 * record)
-    monkeypatch.setattr(refs, "REFS_AT_ONCE", 3)
+    monkeypatch.setattr(ref_store, "KNOWN_BYTES", 10 * record)
+    monkeypatch.setattr(ref_store, "REFS_AT_ONCE", 3)
     far = RemoteStore(store)
-    looks = refs.RefStore(far)
+    looks = RefStore(far)
     for _ in range(2):
         assert len(list(looks.list())) == 30
     assert 40 < far.asked["get"] <= 60 and len(looks._remembered()) <= 10
@@ -309,7 +310,7 @@ def test_a_log_of_odd_moves_is_refused(there: Path, move: list[object]) -> None:
         repo._handle.store.put(MAIN_KEY, seal("ref", 1, payload | {"log": [move]}, key=MAIN_KEY))
         with pytest.raises(CorruptionError, match=MAIN_KEY):
             repo.log()
-        long = [[0, None, None, "x", "y"]] * (refs.MAX_LOG + 1)
+        long = [[0, None, None, "x", "y"]] * (MAX_LOG + 1)
         repo._handle.store.put(MAIN_KEY, seal("ref", 1, payload | {"log": long}, key=MAIN_KEY))
         with pytest.raises(CorruptionError, match="a log of"):
             repo.log()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import MAX_LOG, Ref, RefStore
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import MAX_LOG, Ref
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck import check as fsck

@@ -16,7 +16,8 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.protocol import GcState, encode_gc_state
-from cas_ckpt.core.refs import Generation, RefKind, RefStore, new_move
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import Generation, RefKind, new_move
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import Digest, ObjectKind

@@ -22,7 +22,8 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import RefKind, RefStore
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index

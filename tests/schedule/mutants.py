@@ -14,10 +14,11 @@ from unittest.mock import patch
 
 from blake3 import blake3
 
-from cas_ckpt.core import publish, refs
+from cas_ckpt.core import publish
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state
-from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Generation, Move, Ref, RefKind, RefStore, ref_key
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Generation, Move, Ref, RefKind, encode_ref, ref_key
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import NAME_BYTES
@@ -205,7 +206,7 @@ def no_placeholder() -> Iterator[None]:
             return swap(self, ref, target, generation=generation, move=move, note=note, **more)
         log = () if move is None else (move,)
         made = replace(ref, target=target, generation=generation, log=log, note=note or "")
-        record = refs._encode(made)
+        record = encode_ref(made)
         self._store.put_if_absent(ref_key(ref.kind, ref.name), record)
         return replace(made, record=record)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.records import node_children
-from cas_ckpt.core.refs import RefKind, RefStore
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
 from cas_ckpt.objects.nodes import decode_commit

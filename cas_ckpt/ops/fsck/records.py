@@ -13,7 +13,8 @@ from cas_ckpt.core import forgotten, protocol
 from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
 from cas_ckpt.core.push_failures import TIERS_KEY
-from cas_ckpt.core.refs import NAMES_PREFIX, Ref, RefKind, RefStore
+from cas_ckpt.core.ref_store import NAMES_PREFIX, RefStore
+from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.core.signed_branches import SIGNERS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError

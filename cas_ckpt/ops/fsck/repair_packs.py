@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, swap_gc_state
-from cas_ckpt.core.refs import Generation, RefKind, RefStore
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,

@@ -18,17 +18,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, known_commits, orphan_name, promised_commits, promisors, read_graph
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.publish import publish_ref
-from cas_ckpt.core.refs import (
-    NAMES_PREFIX,
-    PLACEHOLDER_GENERATION,
-    Move,
-    Ref,
-    RefKind,
-    default_author,
-    name_record,
-    new_move,
-    ref_key,
-)
+from cas_ckpt.core.ref_store import NAMES_PREFIX, name_record
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, default_author, new_move, ref_key
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.index import history, meta

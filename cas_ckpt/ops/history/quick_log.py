@@ -16,7 +16,8 @@ from cas_ckpt.core.config import INDEX_PATH, config_record, decode_config
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.records import CommitInfo, info_from_row
-from cas_ckpt.core.refs import RefKind, RefStore
+from cas_ckpt.core.ref_store import RefStore
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index.log_reader import read_log

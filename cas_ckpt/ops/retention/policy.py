@@ -19,7 +19,8 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.core.config import POLICY_KEY
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import default_author, swap_record
+from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.refs import default_author
 from cas_ckpt.core.units import BUCKETS, UNLIMITED, parse_period
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
