@@ -9,6 +9,7 @@ The store is in memory (/dev/shm); both processes stay, and take rounds in turns
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -127,8 +128,8 @@ def measured(pythons: Sequence[str], scratch: Path, quick: bool) -> str:
 
 
 if __name__ == "__main__":
-    given = [each for each in sys.argv[1:] if not each.startswith("-")]
+    given = list(itertools.takewhile(lambda each: not each.startswith("-"), sys.argv[1:]))
     if not given:
         raise SystemExit(__doc__)
-    options = [each for each in sys.argv[1:] if each.startswith("-")]
+    options = sys.argv[1 + len(given) :]
     raise SystemExit(run(options, __doc__, "free-threaded", lambda *way: measured(given, *way), scratch="/dev/shm"))

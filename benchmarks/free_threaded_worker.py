@@ -2,7 +2,7 @@
 
     python -m benchmarks.free_threaded_worker FOLDER NUM_BYTES
 
-Says "ready" with what it is, and answers each line on stdin by one line of JSON: seconds by name.
+Says what it is in a line of JSON, and answers each line on stdin by one line of JSON: seconds by name.
 """
 
 from __future__ import annotations

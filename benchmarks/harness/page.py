@@ -35,6 +35,8 @@ def run(
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scratch", type=Path, default=Path(scratch or tempfile.gettempdir()))
     options = parser.parse_args(argv)
+    if options.write and options.quick:
+        parser.error("--quick only prints: what is written is measured in full")
     folder = Path(tempfile.mkdtemp(prefix=f"cas-ckpt-{name}-", dir=options.scratch))
     try:
         made = make(folder, options.quick)

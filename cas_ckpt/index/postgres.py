@@ -69,6 +69,9 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+_ESCAPE = "index: in the URL, write @ in a user or password as %40, / as %2F, : as %3A, ? as %3F, % as %25"
+
+
 def parse_url(text: str) -> URL:
     """The URL of a database of PostgreSQL; what it hides when it is printed is its password.
 
@@ -76,11 +79,13 @@ def parse_url(text: str) -> URL:
         InvalidInputError: another database or driver, or a secret that could not be hidden. Never says what was given.
     """
     if text.partition("?")[0].count("@") > 1:  # the rest of a password would be taken for the host, and shown
-        raise InvalidInputError("index: in the URL, write @ in a user or password as %40, / as %2F, : as %3A, % as %25")
+        raise InvalidInputError(_ESCAPE)
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
         raise InvalidInputError(f"index: the URL cannot be read; wanted {_WANTED}") from None
+    if "@" in (url.host or ""):
+        raise InvalidInputError(_ESCAPE)
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername=_DRIVER)
     if url.drivername != _DRIVER:
@@ -200,7 +205,8 @@ def writing(engine: Engine, schema: str, wait_s: float | None = None) -> Iterato
         "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S:g}s",
     }
     with entered(engine, schema, **limits) as connection:
-        take_writer_lock(connection, schema)
+        if schema != TEMPORARY:  # its tables are this session's alone
+            take_writer_lock(connection, schema)
         yield connection
 
 

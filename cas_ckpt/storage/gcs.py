@@ -28,7 +28,14 @@ from urllib.parse import quote
 import requests
 
 from cas_ckpt import clock
-from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError, StorageError, TooLargeError
+from cas_ckpt.errors import (
+    CkptError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TooLargeError,
+)
 from cas_ckpt.storage.bucket import (
     ABSENT,
     Answer,
@@ -378,6 +385,15 @@ class GcsBucket:
         destination = {"storageClass": "STANDARD", "metadata": {_TARGET: name}}
         try:
             return self._compose(joined, sources, destination, _generation_condition(ABSENT), of=name)
+        except UploadGone as error:
+            # The parts are gone: with the attempt whose reply was lost, which has made this one of them.
+            try:
+                found = self.head(joined)
+            except NotFoundError:
+                raise error from None
+            if found.size != sum(source.size for source in sources):
+                raise
+            return _Source(joined, found.version, found.size)
         except ConditionFailed as error:
             found = self.head(joined)
             if not error.retried or found.size != sum(source.size for source in sources):

@@ -308,12 +308,12 @@ class S3Bucket:
             asked = _given(StartAfter=after or None)
             reply = client.list_objects_v2(**self._common, Prefix=prefix, MaxKeys=_PAGE, **asked)
             items = [Listed(str(one["Key"]), _size(one["Size"]), _version_of(one)) for one in reply.get("Contents", ())]
-            count = int(reply.get("KeyCount", len(items)))
+            count, more = int(reply.get("KeyCount", len(items))), bool(reply["IsTruncated"])  # else it is no listing
         if count != len(items):
             raise TransientStorageError(
                 f"listing {prefix}: a page of {count} objects came with {len(items)}: cut short"
             )
-        return Page(items, bool(reply.get("IsTruncated")))
+        return Page(items, more)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -405,13 +405,14 @@ class S3Bucket:
 
     def _conditional(self, name: str, ask: Any, if_version: str | None) -> str:
         """The version of what `ask` writes. A write beside another one is refused by 409, and asked for again."""
-        attempt = 0
+        attempt, retried = 0, False
         while True:
             attempt += 1
             try:
                 return _version_of(ask())
             except ClientError as error:
-                code, retried = _code_of(error), _retries_of(error) > 0
+                # Once repeated, always: the first request of all may be what is there now.
+                code, retried = _code_of(error), retried or _retries_of(error) > 0
                 if if_version is not None and (
                     code in _CONDITION_CODES or (code in _MISSING_CODES and if_version != ABSENT)
                 ):

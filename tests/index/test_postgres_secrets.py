@@ -71,6 +71,7 @@ def _refusals(server: Server) -> dict[str, tuple[str, type[CkptError], str]]:
             asked.update_query_dict({"colour": "red"}).render_as_string(hide_password=False), CkptError, "colour",
         ),
         "not escaped": (f"postgresql+psycopg://ann:{SECRET}@host/db", InvalidInputError, "write @ .* as %40"),
+        "behind a ?": ("postgresql+psycopg://ann:x?s3cr3t@y@host/db", InvalidInputError, "write .* as %3F"),
         "odd port": (f"postgresql+psycopg://ann:{ESCAPED}@host:port/db", InvalidInputError, "cannot be read"),
         "another driver": (f"postgresql+psycopg2://ann:{ESCAPED}@host/db", InvalidInputError, "psycopg2; wanted"),
         "another database": (f"mysql://ann:{ESCAPED}@host/db", InvalidInputError, "mysql; wanted"),

@@ -242,6 +242,18 @@ def test_a_completion_whose_reply_is_lost_is_known_to_be_ours(place: GcsPlace, n
     assert place.names() == ["some/where/packs/long"]
 
 
+@pytest.mark.parametrize("num_parts", [3, 40])
+def test_a_completion_that_took_its_parts_away_is_known_to_be_ours(place: GcsPlace, num_parts: int) -> None:
+    """Done without a reply, and repeated: the parts are not there any more, as the first attempt removed them."""
+    value = noise(PART) * (num_parts - 1) + b"the end"
+    told = json.dumps({"error": {"code": 404, "message": "No such object: some/where/tmp/x/00001"}}).encode()
+    place.proxy.plan(drop_reply(), method="POST", match=COMPOSE)
+    place.proxy.plan(status(404, told), method="POST", match=COMPOSE)
+    place.stream("packs/long", value)
+    assert place.behind.get_tail("packs/long", 1 << 30)[1] == value
+    assert place.names() == ["some/where/packs/long"]
+
+
 def test_an_upload_that_somebody_swept_is_an_error_and_no_value(place: GcsPlace) -> None:
     with place.store.open_writer("packs/long") as writer:
         writer.write(LONG)

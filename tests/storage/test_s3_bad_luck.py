@@ -139,6 +139,18 @@ def test_a_write_beside_another_is_asked_for_again(place: S3Place, monkeypatch: 
     assert place.behind.get("a") == b"y"
 
 
+def test_a_write_that_was_done_is_no_conflict_though_its_reply_was_lost_and_then_another_was_under_way(
+    place: S3Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Done without a reply; repeated, refused by 409; asked for again, and the condition fails by what was done."""
+    monkeypatch.setattr(s3_module, "_CONFLICT_PAUSE_S", 0.001)
+    for write in (lambda: place.store.put_if_absent("a", b"x"), lambda: place.store.compare_and_swap("a", b"x", b"y")):
+        place.proxy.plan(drop_reply(), method="PUT")
+        place.proxy.plan(s3_error(409, "ConditionalRequestConflict"), method="PUT")
+        write()
+    assert place.behind.get("a") == b"y"
+
+
 # --- rights, clocks ---------------------------------------------------------------------------------
 
 
@@ -220,8 +232,21 @@ def test_an_upload_that_a_living_writer_elsewhere_may_have_is_spared(
         (lambda body: body.replace(b"some/where/k1", b"some/where/k7"), StorageError),
         (lambda body: body.replace(b"<Size>0</Size>", b"<Size>-5</Size>"), StorageError),
         (lambda body: body.replace(b"<Size>0</Size>", b"<Size>x</Size>"), StorageError),
+        (lambda _: b"", StorageError),
+        (lambda _: b"<html/>", StorageError),
+        (lambda _: b"<ListBucketResult/>", StorageError),
     ],
-    ids=["XML cut short", "an entry missing", "endless", "out of order", "negative size", "no size"],
+    ids=[
+        "XML cut short",
+        "an entry missing",
+        "endless",
+        "out of order",
+        "negative size",
+        "no size",
+        "no body",
+        "a page for people",
+        "no fields",
+    ],
 )
 def test_a_listing_that_cannot_be_right_is_an_error(place: S3Place, change: Any, kind: type) -> None:
     for number in range(3):
