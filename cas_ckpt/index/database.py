@@ -141,7 +141,9 @@ class Database:
         """
         with self.write_lock, other.write_lock, translated(other.place), ExitStack() as stack:
             if other.schema is not None:
-                plain = stack.enter_context(postgres.writing(self.engine, postgres.TEMPORARY))
+                plain = stack.enter_context(
+                    postgres.writing(self.engine, postgres.TEMPORARY, idle_s=postgres.REPLACING_IDLE_S)
+                )
                 postgres.take_writer_lock(plain, other.schema)
                 yield plain, postgres.TEMPORARY, postgres.quoted(other.schema)
                 return

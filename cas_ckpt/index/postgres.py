@@ -30,6 +30,9 @@ LOCK_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 30.0
 """A client that does nothing for so long inside a writing transaction is ended by the server."""
 
+REPLACING_IDLE_S = 600.0
+"""The same where an index is replaced: whoever does it lists all packs once more meanwhile."""
+
 TEMPORARY = "pg_temp"
 """The schema of what ends with its session."""
 
@@ -192,17 +195,20 @@ def _begun(engine: Engine, schema: str, isolation: str, more: Mapping[str, str])
 
 
 @contextmanager
-def writing(engine: Engine, schema: str, wait_s: float | None = None) -> Iterator[Connection]:
+def writing(
+    engine: Engine, schema: str, wait_s: float | None = None, *, idle_s: float | None = None
+) -> Iterator[Connection]:
     """A transaction that is the only one that writes into `schema`.
 
     Args:
         wait_s: How long to wait for another client, if not as long as usual.
+        idle_s: How long the transaction may wait for this client, if not as long as usual.
 
     Raises (translated by the caller): a lock timeout, lacking rights.
     """
     limits = {
         "lock_timeout": f"{LOCK_TIMEOUT_S if wait_s is None else wait_s:g}s",
-        "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S:g}s",
+        "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S if idle_s is None else idle_s:g}s",
     }
     with entered(engine, schema, **limits) as connection:
         if schema != TEMPORARY:  # its tables are this session's alone

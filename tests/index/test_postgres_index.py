@@ -5,6 +5,7 @@ A server that does not start fails these tests; they are never skipped.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +28,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import postgres
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
+from cas_ckpt.index.replacing import Change, index_beside, replace_rows
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.index.schema import VERSION_TABLE
 from cas_ckpt.ops.fsck.check import check_open
@@ -226,6 +228,23 @@ def test_a_client_that_stops_while_it_writes_is_ended_by_the_server(
         with pytest.raises(TransientStorageError, match="the server ended it"), stuck._database.writing() as connection:
             _add_and_go_on(index, connection)
         assert stuck.packs().keys() == {"d"}
+
+
+def test_an_index_that_is_replaced_holds_up_no_other_repository_and_may_take_its_time(
+    server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever replaces it lists all packs meanwhile, and does nothing else in the transaction."""
+    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(postgres, "IDLE_TIMEOUT_S", 0.2)
+
+    def another_is_replaced(_: object) -> Change:
+        with Index.open(server_url, store_id="store-3") as other, index_beside(server_url, store_id="store-3") as made:
+            replace_rows(other, made, lambda _: Change())
+        time.sleep(0.5)
+        return Change()
+
+    with Index.open(server_url, store_id="store-2") as index, index_beside(server_url, store_id="store-2") as made:
+        replace_rows(index, made, another_is_replaced)
 
 
 def test_whoever_waits_too_long_for_another_client_is_told_whom_to_look_for(
