@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ class Opened:
         self._pushes: BackgroundPushes | None = None
         self._background: BackgroundCommits | None = None
         self._pid, self._committing = os.getpid(), threading.Lock()
+        if "torch" in sys.modules:  # who trains opens once, and is not to wait for modules in the first commit
+            import cas_ckpt.training.verbs  # noqa: F401
 
     @contextmanager
     def _common_work(self, verb: str) -> Iterator[None]:

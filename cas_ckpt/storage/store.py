@@ -505,8 +505,10 @@ class reading:  # noqa: N801 - a function for those who use it; as a generator i
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, OSError):
-            found = missing(self._key) if error.errno in _MISSING else translated(error, "reading", self._key)
-            raise found from error
+            # Under no name: this frame is in the error's traceback, and a cycle would keep all that its callers hold.
+            raise (
+                missing(self._key) if error.errno in _MISSING else translated(error, "reading", self._key)
+            ) from error
 
 
 @contextmanager
