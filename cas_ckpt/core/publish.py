@@ -150,7 +150,7 @@ class Publication:
         generation: gc generation that the chunks were deduplicated against.
         other_parents: Parents after the head of the branch (a merge).
         sign: Makes the signature of the commit's bytes, once for each attempt; None: it is not signed.
-        announce: Told the commit's id, right before its ref is swapped, in each attempt.
+        announce: Told the commit, right before its ref is swapped, in each attempt.
     """
 
     commit: CommitObject
@@ -159,7 +159,7 @@ class Publication:
     generation: Generation
     other_parents: Sequence[Digest] = ()
     sign: Callable[[bytes], bytes] | None = None
-    announce: Callable[[Digest], object] | None = None
+    announce: Callable[[Node], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class _Publishing:
         """w6: THE COMMIT; None: somebody moved the ref."""
         handle, at = self.handle, self.packs[-1].key
         if self.publication.announce is not None:
-            self.publication.announce(made.digest)
+            self.publication.announce(made)
         try:
             swapped = handle.refs.swap(
                 ref, made.digest, generation=self.generation, signed_only=signed_only,

@@ -26,7 +26,7 @@ from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import ConflictError, PeerError
-from cas_ckpt.objects.digest import short
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.layouts import layout_node
 from cas_ckpt.objects.nodes import CommitObject
 from cas_ckpt.objects.state import Container
@@ -164,13 +164,54 @@ def _publish(
             message = msgpack.packb([_Outcome.REFUSED, str(refusal), refusal.ranks])
         else:
             message = _indexed(handle, published, destination.branch, peers)
-    outcome, *answer = msgpack.unpackb(peers.broadcast(message))
+    outcome, *answer = msgpack.unpackb(tell_ranks(peers, message))
     if outcome == _Outcome.BEGIN_ANEW:
         raise GenerationMoved
     if outcome == _Outcome.REFUSED:
         raise PeerError(answer[0], tuple(answer[1]))
-    digest, data, branch = answer
-    return info_from_row(commit_row(digest, data)), branch
+    return _commit_told(*answer)
+
+
+def made_message(digest: Digest, data: bytes, branch: str) -> bytes:
+    """What rank 0 tells the others last of a commit that is made."""
+    message: bytes = msgpack.packb([_Outcome.COMMITTED, digest, data, branch])
+    return message
+
+
+def read_made(message: bytes) -> tuple[CommitInfo, str] | None:
+    """The commit and its branch, if the last that was broadcast says that it is made."""
+    found = msgpack.unpackb(message)
+    if not isinstance(found, list) or len(found) != 4 or found[0] != _Outcome.COMMITTED:
+        return None
+    return _commit_told(*found[1:])
+
+
+def tell_ranks(peers: Peers, message: bytes | None) -> bytes:
+    """What rank 0 tells of the commit in the end: its own `message` there, None on the others. Collective.
+
+    Raises:
+        PeerError: not all have heard it; says so if the commit is made.
+    """
+    try:
+        return peers.broadcast(message)
+    except PeerError as error:
+        made = None if message is None else read_made(message)
+        if made is None:
+            raise
+        raise not_all_told(*made, error) from error
+
+
+def not_all_told(made: CommitInfo, branch: str, lost: PeerError) -> PeerError:
+    """Rank 0 has made a commit, and `lost` kept the others from hearing of it."""
+    return PeerError(
+        f"commit {short(bytes.fromhex(made.id))} is made and the branch {branch} names it, but not all ranks have "
+        f"heard of it: {lost}; go on from there",
+        lost.ranks,
+    )
+
+
+def _commit_told(digest: bytes, data: bytes, branch: str) -> tuple[CommitInfo, str]:
+    return info_from_row(commit_row(Digest(digest), data)), branch
 
 
 def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry, request: CommitRequest) -> Publication:
@@ -195,11 +236,10 @@ def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers:
     try:
         with python_gc_paused():
             handle.add_written(published.packs, published.nodes, generation=published.generation, ref=published.ref)
-        message: bytes = msgpack.packb([_Outcome.COMMITTED, commit.digest, commit.data, branch])
+        return made_message(commit.digest, commit.data, branch)
     except BaseException as error:
         report_instead(peers, ConflictError(
             f"commit {short(commit.digest)} is made and the branch {branch} names it, but rank 0 was stopped right "
             f"after ({error!r}): go on from there"
         ))  # fmt: skip
         raise
-    return message

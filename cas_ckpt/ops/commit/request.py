@@ -37,7 +37,7 @@ from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
 from cas_ckpt.core.signed_branches import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
+from cas_ckpt.objects.nodes import LineageEdge, Node, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.storage.bucket_url import without_secrets
 
@@ -119,7 +119,7 @@ class CommitRequest:
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
         memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
         sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.
-        announce: Told each id that the commit may have, right before a ref is swapped to name it; on the rank that
+        announce: Told each commit that it may become, right before a ref is swapped to name it; on the rank that
             publishes. What it raises ends the commit.
         verb: What was called, as errors name it if other ranks call something else.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
@@ -151,7 +151,7 @@ class CommitRequest:
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = OnDivergence.RAISE
     sign: SigningKey | None = None
-    announce: Callable[[Digest], object] | None = None
+    announce: Callable[[Node], object] | None = None
     verb: str = "commit"
     called_at: str = ""
 

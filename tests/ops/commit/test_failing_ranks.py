@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
-from cas_ckpt.core.refs import Generation
+from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.errors import PeerError, PermissionDeniedError
+from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
+from cas_ckpt.ops.commit import commit
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
@@ -113,6 +117,28 @@ def test_ranks_that_fail_after_the_branch_moved_are_told_so() -> None:
 
 def _interrupted(*args: Any, **named: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_of_a_commit_that_is_made_and_not_heard_of_everywhere_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tell = commit.tell_ranks
+
+    def fails_to_hear(peers: Peers, message: bytes | None) -> bytes:
+        if peers.rank == 1:
+            raise OSError("the network is gone")
+        return tell(peers, message)
+
+    monkeypatch.setattr(commit, "tell_ranks", fails_to_hear)
+    store = new_store()
+
+    def work(peers: Peers) -> Any:
+        return commit_tree(on(store), one(ValueItem(1)), CommitRequest(), peers=peers)
+
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
+    made = on(store).refs.get(RefKind.BRANCH, "main").target
+    assert made is not None and isinstance(found[0], PeerError)
+    assert re.search(f"{short(made)} is made and the branch main names it.*rank 1 failed.*network", str(found[0]))
 
 
 def test_a_garbage_collection_that_begins_meanwhile_makes_all_ranks_begin_anew() -> None:

@@ -47,9 +47,11 @@ from cas_ckpt.ops.commit.request import CommitRequest, ReplicaCheck, git_state
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import show_commit
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer import child_process
+from cas_ckpt.transfer.child_process import ChildProcess
 from cas_ckpt.transfer.peers import Peers, collective_errors
 from tests.builders import new_repository, numbers, same_bytes, state, stored_arrays, tensor
 from tests.committing import new_store, on
@@ -342,13 +344,13 @@ def test_a_commit_whose_worker_died_right_after_the_swap_moves_the_head(
     if is_readable:
         made = put(commits, {"w": numbers(300, 300)})
         assert made.id == head_of(handle) == handle.head.commit
+        assert next(iter(log_commits(handle))) == made
         return
     refused = StorageError("the medium does not answer")
-    monkeypatch.setattr(worker, "commit_of", Mock(side_effect=refused))
-    with pytest.raises(ConflictError, match=r"is made.*SIGKILL.*does not answer.*go on from there") as caught:
+    monkeypatch.setattr(worker, "was_published", Mock(side_effect=refused))
+    with pytest.raises(WorkerError, match=r"not known.*SIGKILL.*does not answer.*look at it") as caught:
         put(commits, {"w": numbers(300, 300)})
     assert caught.value.__cause__ is refused
-    assert head_of(handle) == handle.head.commit
 
 
 def test_a_collection_between_the_last_pack_and_the_swap_loses_nothing(
@@ -444,6 +446,34 @@ def test_a_rank_whose_worker_dies_is_an_error_of_all(tmp_path: Path) -> None:
     found = run_ranks(2, work, outcomes=True)
     assert isinstance(found[0], PeerError) and isinstance(found[1], WorkerError)
     assert "SIGKILL" in str(found[0])
+
+
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_a_commit_is_known_to_all_ranks_though_the_worker_of_one_died_right_after_it(
+    tmp_path: Path, unlucky: int
+) -> None:
+    new_repository(tmp_path / "repo").close()
+
+    def work(peers: Peers) -> tuple[CommitInfo, CommitInfo]:
+        handle = RepositoryHandle.open(tmp_path / "repo")
+        commits = CommitWorker(handle)
+        try:
+            if peers.rank == unlucky:
+                commits._child = ChildProcess(f"{MODULE}:die_once_published")
+            with collective_errors(peers):
+                made = commits.commit(state({"own": numbers(400, 400)}), CommitRequest(), peers=peers)
+            assert made.id == head_of(handle) == handle.head.commit
+            with collective_errors(peers):
+                after = commits.commit(state({"own": numbers(400, 401)}), CommitRequest(), peers=peers)
+            require_whole(handle)
+            return made, after
+        finally:
+            commits.close()
+            handle.close()
+
+    (made, after), others = run_ranks(2, work)
+    assert (made, after) == others
+    assert after.parents == (made.id,)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Worker processes that meet bad luck, in their own process.
 
 ENTRY = "tests.ops.commit.worker_entries:die_after_7"         SIGKILL right after the seventh effect on the store
-ENTRY = "tests.ops.commit.worker_entries:die_once_published"  SIGKILL right after a ref was swapped
+ENTRY = "tests.ops.commit.worker_entries:die_once_published"  SIGKILL once the commit is made (rank 0) or it is told so
 ENTRY = "tests.ops.commit.worker_entries:full_index"          no commit's rows go into the index
 """
 
@@ -31,13 +31,14 @@ class _Killing(Effects):
 
 
 def die_once_published(descriptor: int, parent: int) -> None:
-    """SIGKILL before the index hears of the commit."""
+    """SIGKILL before the index hears of the commit; on another rank than 0 once rank 0 has told of it."""
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
 
     RepositoryHandle.add_written = die  # type: ignore[method-assign]
+    RepositoryHandle.note_written = die  # type: ignore[method-assign]
     child.main(descriptor, parent)
 
 

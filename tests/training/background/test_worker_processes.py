@@ -266,3 +266,14 @@ def test_ranks_commit_divided_states_through_workers(tmp_path: Path) -> None:
         run_processes(2, "tests.training.background.worker_cases:commits_of_ranks", str(tmp_path / "repo"))
     ):
         assert len(set(roots)) == 1
+
+
+@pytest.mark.slow
+def test_real_ranks_know_of_a_commit_though_the_worker_of_one_died_right_after_it(tmp_path: Path) -> None:
+    Repository.init(tmp_path / "repo").close()
+    case = "tests.training.background.worker_cases:commits_whose_worker_dies_right_after"
+    first, second = results(run_processes(2, case, str(tmp_path / "repo")))
+    assert first == second
+    for made, head, history in first:
+        assert made == head == history[1]
+    assert len(first[1][2]) == 4

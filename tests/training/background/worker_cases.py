@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cas_ckpt import Repository
+from cas_ckpt.ops.commit.process import worker
 
 
 def train_until_killed(path: Path) -> None:
@@ -66,3 +67,23 @@ def commits_of_ranks(folder: str) -> list[str]:
             divided.to_local().sub_(1)
     repo.close()
     return roots
+
+
+def commits_whose_worker_dies_right_after(folder: str) -> list[tuple[str, str | None, list[str]]]:
+    """Of each rank once: the commit, `head`, and the history, as this rank sees them."""
+    found = []
+    entry, rank = worker.ENTRY, dist.get_rank()
+    repo = Repository.open(folder)
+    for unlucky in range(dist.get_world_size()):
+        with repo:
+            if rank == unlucky:
+                worker.ENTRY = "tests.ops.commit.worker_entries:die_once_published"
+            made = repo.commit_async({"w": torch.full((1000,), unlucky)}, worker="process").result(60)
+            worker.ENTRY = entry
+            head = repo.head.commit
+            repo.commit({"w": torch.full((1000,), 7 + unlucky)})
+            found.append((made.id, head, [each.id for each in repo.log()]))
+        repo = Repository.open(folder)
+        repo.checkout("main", into={"w": torch.zeros(1000, dtype=torch.int64)})
+    repo.close()
+    return found

@@ -71,7 +71,7 @@ class Commits:
         key = given["public_key"]
         request = unpack_request(
             given["request"], sign=None if key is None else cast(Any, AskedKey(served, key)),
-            announce=lambda digest: served.ask(PUBLISH, bytes(digest)),
+            announce=lambda made: served.ask(PUBLISH, bytes(made.digest), made.data),
         )  # fmt: skip
         tree = unpack_tree(given["tree"], lambda spec, source: make_source(served, spec, source))
         peers = SOLO if given["peers"] is None else cast(Peers, AskedPeers(served, *given["peers"]))

@@ -3,7 +3,8 @@
     1. the process is started when the first commit wants it, and again when it has died
     2. the arenas that a state was staged in are lent to it; it keeps them mapped as long as the pool keeps them
     3. `commit` sends tree and request, and answers what the worker asks until the commit is made or has failed
-    4. the worker died: whether the ref was swapped before is looked up, so that "not made" is true when it is said
+    4. the worker died: whether the ref was swapped before is looked up, so that "not made" is true when it is said; the
+       other ranks are told of a commit that was made
 
 Invariant: `handle.head` moves if and only if the commit is made. An error of the worker is raised here as what it is;
 its traceback goes to the log (DEBUG). Knows nothing of torch.
@@ -25,13 +26,14 @@ import numpy as np
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import was_published
-from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
-from cas_ckpt.errors import CkptError, ConflictError, InternalError, InvalidInputError, WorkerError
+from cas_ckpt.errors import CkptError, InternalError, InvalidInputError, PeerError, WorkerError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
+from cas_ckpt.ops.commit.commit import made_message, not_all_told, read_made, tell_ranks
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.child import LOG, PEERS, PROGRESS, PUBLISH, SIGN
 from cas_ckpt.ops.commit.process.packing import (
@@ -172,7 +174,7 @@ class CommitWorker:
         except ChildEnded as ended:
             if not ended.had_begun:
                 raise
-            return self._after_death(request, asked.published, peers, ended)
+            return self._after_death(request, asked, peers, ended)
         self._handle.head = unpack_head(head)
         if memory is not None:
             memory.forget()  # what a commit here trusts was seen before this one
@@ -246,45 +248,50 @@ class CommitWorker:
             except ChildEnded:
                 pass  # and its mappings with it
 
-    def _after_death(
-        self, request: CommitRequest, published: Digest | None, peers: Peers, ended: ChildEnded
-    ) -> CommitInfo:
-        """The commit, if it was made before the child died.
+    def _after_death(self, request: CommitRequest, asked: _Asked | None, peers: Peers, ended: ChildEnded) -> CommitInfo:
+        """The commit, if it was made before the child died; then all ranks are told, if they were not.
 
         Raises:
-            WorkerError: it was not. ConflictError: it was, but not all can be told what it is.
+            WorkerError: it was not. PeerError: it was, but not all ranks could be told.
         """
         self._discard()
         handle = self._handle
         handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
-        branch = request.branch or handle.head.branch or handle.config.default_branch
-        if published is None:
-            raise WorkerError(f"the commit is not made: its worker {ended}; commit again") from ended
+        told = None if asked is None or asked.told is None else read_made(asked.told)
+        if told is not None:
+            made, branch = told
+            handle.head = Head(branch, made.id)
+        else:
+            branch = request.branch or handle.head.branch or handle.config.default_branch
+            digest, data = self._published(asked, branch, ended)
+            made = info_from_row(commit_row(digest, data))
+            handle.head = Head(branch, made.id)
+            if asked is not None and asked.lost is not None:
+                raise not_all_told(made, branch, asked.lost)
+            tell_ranks(peers, made_message(digest, data, branch))  # the last that the worker would have done
+        _LOGGER.warning("commit %s is made, but its worker died right after: %s", short(bytes.fromhex(made.id)), ended)
+        return made
+
+    def _published(self, asked: _Asked | None, branch: str, ended: ChildEnded) -> tuple[Digest, bytes]:
+        """The commit that the child made, as it announced it; it has died.
+
+        Raises:
+            WorkerError: it made none, or that cannot be found out.
+        """
+        not_made = WorkerError(f"the commit is not made: its worker {ended}; commit again")
+        if asked is None or asked.published is None:
+            raise not_made from ended
+        digest = asked.published[0]
         try:
-            is_made = was_published(handle, branch, published)
+            is_made = was_published(self._handle, branch, digest)
         except CkptError as error:
             raise WorkerError(
-                f"whether the commit {short(published)} was made is not known: its worker {ended}, and the branch "
+                f"whether the commit {short(digest)} was made is not known: its worker {ended}, and the branch "
                 f"{branch!r} cannot be read: {error}; look at it before you commit again"
             ) from error
         if not is_made:
-            raise WorkerError(f"the commit is not made: its worker {ended}; commit again") from ended
-        handle.head = Head(branch, published.hex())
-        said = f"commit {short(published)} is made and the branch {branch} names it, but "
-        if peers.size > 1:
-            refusal = ConflictError(
-                f"{said}the worker of rank {peers.rank} died right after ({ended}): go on from there"
-            )
-            report_instead(peers, refusal)
-            raise refusal from ended
-        try:
-            made = info_from_row(commit_of(handle, published))
-        except CkptError as error:
-            raise ConflictError(
-                f"{said}its worker died right after ({ended}), and it cannot be read now: {error}; go on from there"
-            ) from error
-        _LOGGER.warning("commit %s is made, but its worker died right after: %s", short(published), ended)
-        return made
+            raise not_made from ended
+        return asked.published
 
     def _discard(self) -> None:
         child, self._child = self._child, None
@@ -335,7 +342,9 @@ class _Asked:
     """Answers what the worker asks while it makes one commit.
 
     Attributes:
-        published: The id that the ref was about to be swapped to; None: it has not come so far.
+        published: The commit that the ref was about to be swapped to, id and bytes; None: it has not come so far.
+        told: What rank 0 has told all ranks last; of a commit that is made, that it is.
+        lost: How the work with the other ranks has ended before.
     """
 
     def __init__(
@@ -349,7 +358,9 @@ class _Asked:
         self._sources: list[tuple[ArraySource, int]] = []
         self._numbers: dict[int, int] = {}
         self._slots: dict[int, tuple[Arena, int]] = {}
-        self.published: Digest | None = None
+        self.published: tuple[Digest, bytes] | None = None
+        self.told: bytes | None = None
+        self.lost: PeerError | None = None
 
     def number(self, source: ArraySource, item: TensorItem) -> list[Any]:
         """The source as the worker is told of it: its number, and whether it sums."""
@@ -379,7 +390,7 @@ class _Asked:
             if self._unwanted is not None:
                 raise self._unwanted
             self._check()
-            self.published = Digest(arguments[0])
+            self.published = Digest(arguments[0]), arguments[1]
             return None
         raise InternalError(f"a worker process asks for {name!r}, which nobody knows here")
 
@@ -407,7 +418,13 @@ class _Asked:
             return None
         if method not in _METHODS:
             raise InternalError(f"a worker process asks for the collective {method!r}, which nobody knows here")
-        found = getattr(self._peers, method)(*arguments, **named)
+        try:
+            found = getattr(self._peers, method)(*arguments, **named)
+        except PeerError as error:
+            self.lost = error
+            raise
+        if method == "broadcast":
+            self.told = found
         return list(map(bytes, found)) if isinstance(found, list) else found
 
     def note(self, name: str, arguments: list[Any]) -> None:
