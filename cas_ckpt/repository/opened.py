@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
     from cas_ckpt.ops.sync.tier import BackgroundPushes
     from cas_ckpt.training.background.commits import BackgroundCommits
+
+
+class InFlight(Protocol):
+    """Something that others do to this repository in the background: a save of `dcp.async_save`."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, however; whether it has. At once where to wait would be for oneself."""
+        ...
 
 
 class Opened:
@@ -31,6 +39,7 @@ class Opened:
         self._frozen: FrozenMemory | None = None
         self._pushes: BackgroundPushes | None = None
         self._background: BackgroundCommits | None = None
+        self._others: list[InFlight] = []
         self._pid, self._committing = os.getpid(), threading.Lock()
         if "torch" in sys.modules:  # who trains opens once, and is not to wait for modules in the first commit
             import cas_ckpt.training.verbs  # noqa: F401
@@ -42,7 +51,7 @@ class Opened:
             with self._in_background().calling(self._ranks.background):
                 yield
         elif verb in ("commit", "checkout"):
-            self._wait_for_pending()
+            self._wait_for_pending(*self._in_flight())
             with self._turn(), collective_errors(self._ranks.peers):
                 if verb == "commit" and self._background is not None:
                     self._background.queue.raise_failure()
@@ -66,12 +75,21 @@ class Opened:
             self._background = BackgroundCommits(self._handle, self._turn)
         return self._background
 
-    def _wait_for_pending(self) -> None:
-        """Commits in the background that were begun before come before what is begun now."""
-        if self._background is None or self._background.queue.pid != os.getpid():
-            return
+    def _note_in_flight(self, other: InFlight) -> None:
+        """What is begun from now on comes after `other`."""
+        self._others = [*self._in_flight(), other]
+
+    def _in_flight(self) -> list[InFlight]:
+        """What others have begun and this thread can wait for."""
+        return [each for each in self._others if not each.wait(0)]
+
+    def _wait_for_pending(self, *others: InFlight) -> None:
+        """Commits in the background that were begun before, and `others`, come before what is begun now."""
         try:
-            self._background.queue.drain()
+            for each in others:
+                each.wait()
+            if self._background is not None and self._background.queue.pid == os.getpid():
+                self._background.queue.drain()
         except BaseException:
             with collective_errors(self._ranks.peers):  # the others would wait for this rank
                 raise

@@ -243,6 +243,8 @@ class Repository(
         if kind is None:
             self.close()
         else:
+            for each in self._in_flight():
+                each.wait()
             if self._background is not None:
                 self._background.finish()  # what is staged is nowhere else; what it fails of is in the log
             self._release()  # nobody waits for a push while an error is on its way; the next process pushes it

@@ -10,6 +10,7 @@ from os import PathLike
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from cas_ckpt import clock
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.progress import Progress, shown
@@ -115,7 +116,7 @@ class StateVerbs(Opened):
 
         The commit is the state at the moment of the call, whatever becomes of the state afterwards. Commits of one
         object land in the order of the calls, those of `commit` among them; `commit`, `checkout` and `close` wait for
-        what is pending. `head` moves when each is made. In a distributed job all ranks call it together; it goes on
+        what is pending, and for saves that `dcp.async_save` began to this object. `head` moves when each is made. In a distributed job all ranks call it together; it goes on
         over connections of its own, and what one rank fails of fails the commit on all.
 
         What a commit fails of is logged at once, and raised by `result`; if nobody has asked for that, by the next
@@ -149,20 +150,28 @@ class StateVerbs(Opened):
         push = self._pushing(push_to)
         return self._in_background().commit(
             state, request, options, peers=self._ranks.background, memory=self._frozen, progress=shown(progress),
-            on_made=push,
+            on_made=push, after=self._in_flight(),
         )  # fmt: skip
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no commit is pending; whether none is. What a preempted job calls before it ends.
+        """Wait until no commit is pending, nor a save of `dcp.async_save` to this object; whether none is.
+
+        What a preempted job calls before it ends.
 
         Args:
             timeout_s: Wait no longer than this.
         Raises:
             BackgroundCommitError: one failed, and nobody has heard of it yet. InvalidInputError: in a callback.
         """
+        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
+
+        def left_s() -> float | None:
+            return None if deadline_s is None else max(0.0, deadline_s - clock.monotonic_s())
+
+        done = all(each.wait(left_s()) for each in self._in_flight())
         if self._background is None or self._background.queue.pid != os.getpid():
-            return True
-        done = self._background.queue.drain(timeout_s)
+            return done
+        done = self._background.queue.drain(left_s()) and done
         self._background.queue.raise_failure()
         return done
 

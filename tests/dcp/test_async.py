@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.dcp.storage import group
 from cas_ckpt.dcp.storage.group import Turn, forget_in_background
@@ -79,8 +80,8 @@ def test_a_save_comes_after_the_commits_in_the_background_that_were_begun_before
 class _Waits(CasStorageWriter):
     """Lets the test decide when the first write goes on."""
 
-    def __init__(self, repo: Any) -> None:
-        super().__init__(repo)
+    def __init__(self, repo: Any, **given: Any) -> None:
+        super().__init__(repo, **given)
         self.writing, self.go_on = threading.Event(), threading.Event()
 
     def _commit(self, *args: Any) -> Any:
@@ -93,6 +94,75 @@ def _in_a_thread(call: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()
     return thread
+
+
+def _commit(repo: Repository) -> CommitInfo:
+    return repo.commit({"w": torch.zeros(9)}, step=2)
+
+
+def _commit_async(repo: Repository) -> CommitInfo:
+    return repo.commit_async({"w": torch.zeros(9)}, step=2).result(60)
+
+
+def _commit_what_does_not_fit(repo: Repository) -> CommitInfo:
+    return repo.commit_async({"w": torch.zeros(400_000)}, step=2, staging_bytes=0).result(60)
+
+
+def _commit_in_the_save(repo: Repository) -> CommitInfo:
+    return repo.commit({"w": torch.zeros(9)}, step=0)
+
+
+@pytest.mark.parametrize("commit", [_commit, _commit_async, _commit_what_does_not_fit])
+@pytest.mark.parametrize("save_fails", [False, True])
+def test_a_commit_comes_after_the_save_in_the_background_that_was_begun_before_it(
+    repo: Repository, commit: Callable[[Repository], CommitInfo], save_fails: bool
+) -> None:
+    repo.commit({"w": torch.ones(1)}, step=0)
+    writer = _Waits(repo, step=1, branch="no such branch" if save_fails else None)
+    saving: Any = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
+    assert writer.writing.wait(60)
+    made: list[CommitInfo] = []
+    thread = _in_a_thread(lambda: made.append(commit(repo)))
+    thread.join(0.3)
+    assert not made
+    writer.go_on.set()
+    thread.join(60)
+    assert (saving.exception() is not None) == save_fails
+    assert [each.step for each in repo.log()] == ([2, 0] if save_fails else [2, 1, 0])
+    assert repo.head.commit == made[0].id
+
+
+def test_closing_and_draining_wait_for_a_save_in_the_background(tmp_path: Path) -> None:
+    repo = Repository.init(tmp_path / "repo")
+    writer = _Waits(repo)
+    saving: Any = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
+    assert writer.writing.wait(60)
+    assert not repo.drain(timeout_s=0.01)
+    thread = _in_a_thread(repo.close)
+    thread.join(0.3)
+    assert not saving.done()
+    writer.go_on.set()
+    thread.join(60)
+    assert saving.result().storage_meta.save_id == Repository.open(tmp_path / "repo").latest().id
+
+
+@pytest.mark.parametrize("commit", [_commit_in_the_save, _commit_async, _commit_what_does_not_fit])
+def test_a_commit_inside_of_a_save_does_not_wait_for_that_save(
+    repo: Repository, commit: Callable[[Repository], CommitInfo]
+) -> None:
+    repo.commit({"w": torch.ones(1)}, step=0)
+    made: list[CommitInfo] = []
+
+    class Commits(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            made.append(commit(repo))
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    saving: Any = dcp.async_save(
+        {"w": torch.ones(1000)}, storage_writer=CasStorageWriter(repo, step=3), planner=Commits()
+    )
+    assert saving.result(60).storage_meta.save_id == repo.latest().id
+    assert repo.latest().parents == (made[0].id,)
 
 
 @pytest.fixture

@@ -171,12 +171,28 @@ class BackgroundSave:
         url: Of the repository, as the writer was given it.
         future: DCP's, which is done when nothing of the save goes on any more; None: not known (yet).
         turns: Those that it takes, once it has come to its writer in this process.
+        thread: The one that saves, once it has come to its writer in this process.
+        pid: The process that began it.
     """
 
     number: int
     url: str
     future: DCPFuture | None = None
     turns: Turns | None = None
+    thread: int | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing of it goes on, however it ends; whether nothing does.
+
+        At once where it cannot be waited for: in its own thread, and in a process that was forked meanwhile.
+        """
+        future = self.future
+        if future is None or future.done() or self.thread == threading.get_ident() or self.pid != os.getpid():
+            return True
+        ended = threading.Event()
+        future.add_done_callback(partial(_tell, ended))
+        return ended.wait(timeout_s)
 
 
 _in_background: list[BackgroundSave] = []
@@ -217,15 +233,13 @@ def wait_for_saves(url: str, turns: Callable[[], Turns], *, before: int | None =
     """
     with _making:
         earlier = [each for each in _in_background if before is None or each.number < before]
-    running = [(each, each.future) for each in earlier if each.future is not None and not each.future.done()]
+    running = [each for each in earlier if not each.wait(0)]
     if not running:
         return
     own = turns()
-    for each, future in running:
+    for each in running:
         if each.url == url if each.turns is None else own.overlap(each.turns):
-            ended = threading.Event()
-            future.add_done_callback(partial(_tell, ended))
-            ended.wait()
+            each.wait()
 
 
 _branches: dict[tuple[str, str, str], Turn] = {}
@@ -305,6 +319,7 @@ class RepositoryPlace:
 
     brought: Head | None = None
     _wait_for_pending: Callable[[], None] | None = None
+    _note_in_flight: Callable[[BackgroundSave], None] | None = None
 
     def __init__(self, repository: Any, index_url: str | None = None, cache: str | PathLike[str] | None = AUTO) -> None:
         """Nothing is opened.
@@ -318,6 +333,7 @@ class RepositoryPlace:
         handle = getattr(repository, "_handle", repository)  # a Repository's own; training/ is below core/handle.py
         self._handle = handle if isinstance(handle, RepositoryHandle) else None
         self._wait_for_pending = getattr(repository, "_wait_for_pending", None)
+        self._note_in_flight = getattr(repository, "_note_in_flight", None)
         self._index_url = index_url
         self._cache = cache if self._handle is None else self._handle.cache_place
         if self._handle is None and not isinstance(repository, str | os.PathLike):
@@ -334,6 +350,11 @@ class RepositoryPlace:
         """
         if self._wait_for_pending is not None:
             self._wait_for_pending()
+
+    def note(self, save: BackgroundSave) -> None:
+        """Let what is begun from now on through an open repository come after this save."""
+        if self._note_in_flight is not None:
+            self._note_in_flight(save)
 
     @contextmanager
     def opened(self) -> Iterator[RepositoryHandle]:

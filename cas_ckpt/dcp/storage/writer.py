@@ -219,6 +219,9 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here."""
         about = StorageMeta(checkpoint_id=self.checkpoint_id)
         self._tag, self._given = self._given, None
+        background = in_background(self._number)
+        if background is not None and threading.get_ident() != self._staged_in:
+            background.thread = threading.get_ident()
         return about
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -243,6 +246,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         future = _local(sys._getframe(1), "upload_future")
         if callable(getattr(future, "done", None)) and callable(getattr(future, "add_done_callback", None)):
             save.future = future
+            self._place.note(save)
         else:  # another version of torch: later saves cannot wait for this one, and are refused while it goes on
             forget_in_background(save)
 

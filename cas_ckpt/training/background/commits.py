@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
@@ -102,6 +102,14 @@ class AsyncOptions:
             raise InvalidInputError(f"max_in_flight is {self.max_in_flight}: give a number from 1 on")
 
 
+class InFlight(Protocol):
+    """What has to end before a commit begins."""
+
+    def wait(self) -> object:
+        """Wait for its end."""
+        ...
+
+
 class BackgroundCommits:
     """The commits in the background of one open repository. Threads may share it.
 
@@ -135,12 +143,13 @@ class BackgroundCommits:
     def commit(
         self, state: Mapping[str, Any], request: CommitRequest, options: AsyncOptions, *, peers: Peers = SOLO,
         memory: FrozenMemory | None = None, progress: Progress = SILENT,
-        on_made: Callable[[], object] | None = None,
+        on_made: Callable[[], object] | None = None, after: Sequence[InFlight] = (),
     ) -> PendingCommit:  # fmt: skip
         """Begin a commit of `state` as it is now; see `Repository.commit_async`.
 
         Args:
             on_made: Called in the background once it is made.
+            after: What has to end before the commit begins.
         """
         options.check()
         self.queue.refuse_worker()
@@ -160,7 +169,7 @@ class BackgroundCommits:
                 snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle, is_known=is_known)
                 pending = PendingCommit(_described(request))
                 pending.watch(snapshot, self.queue.is_worker)
-                job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker)
+                job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker, after)
                 try:
                     self.queue.submit(pending, job.run)
                     if job.reads_cells_alone and options.copies_for_a_thread:
@@ -249,9 +258,9 @@ class _Commit:
     def __init__(
         self, commits: BackgroundCommits, snapshot: Snapshot, request: CommitRequest, peers: Peers,
         memory: FrozenMemory | None, progress: Progress, on_made: Callable[[], object] | None,
-        worker: CommitWorker | None,
+        worker: CommitWorker | None, after: Sequence[InFlight],
     ) -> None:  # fmt: skip
-        self._worker = worker
+        self._worker, self._after = worker, after
         self._commits, self._snapshot, self._request, self._peers = commits, snapshot, request, peers
         self._memory, self._progress, self._on_made = memory, progress, on_made
         self.may_begin = threading.Event()
@@ -271,6 +280,9 @@ class _Commit:
         """Make it, in the thread of the queue."""
         try:
             self.may_begin.wait()
+            for each in self._after:
+                each.wait()
+            self._after = ()
             stored, self._commits.stored = self.named, frozenset()
             if self._snapshot.error is not None:
                 with collective_errors(self._peers):
