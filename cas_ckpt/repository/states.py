@@ -116,8 +116,9 @@ class StateVerbs(Opened):
 
         The commit is the state at the moment of the call, whatever becomes of the state afterwards. Commits of one
         object land in the order of the calls, those of `commit` among them; `commit`, `checkout` and `close` wait for
-        what is pending, and for saves that `dcp.async_save` began to this object. `head` moves when each is made. In a distributed job all ranks call it together; it goes on
-        over connections of its own, and what one rank fails of fails the commit on all.
+        what is pending, and all of them for saves that `dcp.async_save` began to this object. `head` moves when each is
+        made. In a distributed job all ranks call it together; it goes on over connections of its own, and what one rank
+        fails of fails the commit on all.
 
         What a commit fails of is logged at once, and raised by `result`; if nobody has asked for that, by the next
         `commit` or `commit_async` (as the cause of a BackgroundCommitError), or by `close`.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.no_threads import no_thread_can_be_started
 
 from cas_ckpt.errors import ConflictError, InvalidInputError, StorageError
 from cas_ckpt.transfer import child_process
@@ -242,19 +243,9 @@ def test_the_program_of_the_parent_is_not_run_again(tmp_path: Path) -> None:
     wait_until_gone(int(pid))  # the parent ended without a word
 
 
-def test_a_keeper_that_no_thread_can_be_started_for_is_an_error_and_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start = threading.Thread.start
-
-    def fails(thread: threading.Thread) -> None:
-        if thread.name == "cas-ckpt-keeper":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+def test_a_keeper_that_no_thread_can_be_started_for_is_an_error_and_leaves_nothing_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fails)
-        with pytest.raises(StorageError, match="no worker process can be started: can't start"):
-            ChildProcess("tests.transfer.child_work:main")
+    refused = pytest.raises(StorageError, match="no worker process can be started: can't start")
+    with no_thread_can_be_started("cas-ckpt-keeper"), refused:
+        ChildProcess("tests.transfer.child_work:main")
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -112,7 +112,10 @@ def save_on_ranks(
             named_here[number, cell] = hashed_id
     contribution = Contribution(named_here | straddling.named, packs, own.nodes(), own.counts(), own.aliases())
     saved = Saved(draft, agreement.generation, packs, hashed=hashed, shares_index=agreement.shares_index)
-    reported = peers.gather(contribution.pack())
+    packed = contribution.pack()
+    if request.look is not None:
+        request.look()
+    reported = peers.gather(packed)
     if reported is None:
         return saved
     return _completed(handle, saved, works, agreement, [unpack_contribution(data) for data in reported])

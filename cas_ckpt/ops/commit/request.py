@@ -119,6 +119,8 @@ class CommitRequest:
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
         memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
         sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.
+        look: Asked on every rank once all that it holds is saved, before it tells the others; what it raises ends the
+            commit.
         announce: Told each commit that it may become, right before a ref is swapped to name it; on the rank that
             publishes. What it raises ends the commit.
         verb: What was called, as errors name it if other ranks call something else.
@@ -151,6 +153,7 @@ class CommitRequest:
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = OnDivergence.RAISE
     sign: SigningKey | None = None
+    look: Callable[[], object] | None = None
     announce: Callable[[Node], object] | None = None
     verb: str = "commit"
     called_at: str = ""

@@ -233,7 +233,8 @@ class BackgroundCommits:
         """Make the commit, in this thread or in the worker process."""
         with self._turn(), collective_errors(peers):
             if worker is None:
-                looked_at = replace(request, announce=lambda _: snapshot.check())  # the last look, before the swap
+                # The last look: on every rank when all is saved, and before the swap.
+                looked_at = replace(request, look=snapshot.check, announce=lambda _: snapshot.check())
                 return commit_live(self._handle, snapshot.tree, looked_at, peers=peers, **rest)
             return worker.commit(
                 snapshot.tree, request, arenas=snapshot.arenas, peers=peers, check=snapshot.check, **rest

@@ -76,8 +76,9 @@ class _Stager:
         except RuntimeError:  # no thread could be started: nobody copies, and nobody would say that it is over
             self._over.set()
             raise
-        # Not before: else the caller would wait for the interpreter's lock until a copy releases it.
-        self._may_copy.set()
+        finally:  # also if Ctrl-C comes while the thread starts, which would wait for ever
+            # Not before: else the caller would wait for the interpreter's lock until a copy releases it.
+            self._may_copy.set()
 
     def wait(self) -> None:
         """For the hook: return when the live state may change."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from cas_ckpt import CkptError, Repository, RNGState
 from cas_ckpt.training.background import lazy
+from cas_ckpt.training.background.staged import Snapshot
 from tests.ranks import die
 from tests.training.training_cases import ddp, fsdp, plain, train, whole
 
@@ -58,7 +59,7 @@ def commits(path: str) -> dict[str, Any]:
 def lazily(path: str, worker: str) -> dict[str, Any]:
     """Roots of lazy commits while training steps on; and a change on rank 1 that no hook sees."""
     rank, found, go_on = dist.get_rank(), dict[str, Any](), threading.Event()
-    run = lazy._Stager._run
+    run, check = lazy._Stager._run, Snapshot.check
 
     def run_when_told(stager: Any) -> None:
         go_on.wait(60)
@@ -71,8 +72,11 @@ def lazily(path: str, worker: str) -> dict[str, Any]:
             train(model, optim)
             state = {"model": model, "optim": optim, "rng": RNGState()}
             wanted = repo.commit(state, branch=kind).root
-            for outcome in ("the same", "changed"):
+            for outcome in ("the same", "changed late", "changed"):
                 go_on.clear()
+                Snapshot.check = check  # type: ignore[method-assign]
+                if outcome == "changed late" and rank == 1:
+                    Snapshot.check = _counted_before(model)  # type: ignore[method-assign]
                 pending = repo.commit_async(state, branch=kind, snapshot="lazy", worker=worker)
                 is_lazy = not pending.staged
                 if outcome == "changed" and rank == 1:
@@ -83,9 +87,22 @@ def lazily(path: str, worker: str) -> dict[str, Any]:
                     made = pending.result(60)
                     found[kind] = (is_lazy, made.root == wanted, made.id)
                 else:
-                    found[f"{kind}, changed"] = error_of(partial(pending.result, 60))
+                    found[f"{kind}, {outcome}"] = error_of(partial(pending.result, 60))
             found[f"{kind}, in the end"] = repo.latest(kind).id
     return found
+
+
+def _counted_before(model: torch.nn.Module) -> Callable[[Snapshot], None]:
+    """A look at a snapshot, right before which operations end that torch counts as changes; the values stay."""
+    check = Snapshot.check
+
+    def counted(snapshot: Snapshot) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0)
+        check(snapshot)
+
+    return counted
 
 
 def failures(path: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.no_threads import no_thread_can_be_started
 
 from cas_ckpt import CancelledError, InvalidInputError, Policy, Repository, StillPendingError
 from cas_ckpt.errors import FrozenChangedError
@@ -179,20 +180,9 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(
 # ------------------------------------------------------------ others at the same time
 
 
-def test_a_commit_that_no_thread_can_be_started_for_fails_the_call_and_holds_nobody(
-    repo: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def fails(thread: threading.Thread) -> None:
-        if thread.name == "cas-ckpt-background":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fails)
-        with pytest.raises(RuntimeError, match="can't start"):
-            repo.commit_async(state_of(1))
+def test_a_commit_that_no_thread_can_be_started_for_fails_the_call_and_holds_nobody(repo: Repository) -> None:
+    with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(RuntimeError, match="can't start"):
+        repo.commit_async(state_of(1))
     assert repo.drain(10)
     assert repo.commit_async(state_of(2), step=2).result(60).step == 2 and value_at(repo, "main") == 2
 

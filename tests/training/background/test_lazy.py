@@ -270,6 +270,25 @@ def test_a_change_that_is_seen_after_all_was_saved_is_not_published(
         assert repo.latest() == first
 
 
+def test_ctrl_c_while_the_thread_that_copies_starts_holds_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(lazy.Background):
+        def wake(self) -> None:
+            super().wake()
+            raise KeyboardInterrupt
+
+    training = Training()
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit(training.state)
+        with monkeypatch.context() as patched:
+            patched.setattr(lazy, "Background", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                repo.commit_async(training.state, snapshot="lazy")
+        assert repo.drain(TIMEOUT_S)
+        assert repo.commit_async(training.state, snapshot="lazy", step=2).result(TIMEOUT_S).step == 2
+
+
 def test_the_portions_of_many_small_tensors_are_counted_once_each() -> None:
     class Tensor:
         asked = 0

@@ -31,7 +31,7 @@ from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
 from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
 from cas_ckpt.transfer.serving import Served, serve
 
-SIGN, PEERS, PUBLISH = "sign", "peers", "publish"
+SIGN, PEERS, LOOK, PUBLISH = "sign", "peers", "look", "publish"
 """What a worker asks beside what it asks of sources; the last: whether the commit of an id may be published."""
 
 PROGRESS, LOG = "progress", "log"
@@ -71,6 +71,7 @@ class Commits:
         key = given["public_key"]
         request = unpack_request(
             given["request"], sign=None if key is None else cast(Any, AskedKey(served, key)),
+            look=lambda: served.ask(LOOK),
             announce=lambda made: served.ask(PUBLISH, bytes(made.digest), made.data),
         )  # fmt: skip
         tree = unpack_tree(given["tree"], lambda spec, source: make_source(served, spec, source))

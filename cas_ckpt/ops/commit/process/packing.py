@@ -27,7 +27,8 @@ from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 
 _OWN_WAY = frozenset({
-    "head", "other_parents", "parents", "lineage", "meta", "provenance", "folder", "frozen_keys", "sign", "announce",
+    "head", "other_parents", "parents", "lineage", "meta", "provenance", "folder", "frozen_keys", "sign", "look",
+    "announce",
 })  # fmt: skip
 """Fields of a request that are not plain values."""
 

@@ -35,7 +35,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.commit import made_message, not_all_told, read_made, tell_ranks
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.process.child import LOG, PEERS, PROGRESS, PUBLISH, SIGN
+from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH, SIGN
 from cas_ckpt.ops.commit.process.packing import (
     Identities,
     pack_head,
@@ -386,10 +386,12 @@ class _Asked:
             return self._request.sign.sign(arguments[0])
         if name == PEERS:
             return self._collective(*arguments)
-        if name == PUBLISH:
+        if name in (LOOK, PUBLISH):
             if self._unwanted is not None:
                 raise self._unwanted
             self._check()
+            if name == LOOK:
+                return None
             self.published = Digest(arguments[0]), arguments[1]
             return None
         raise InternalError(f"a worker process asks for {name!r}, which nobody knows here")
