@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.no_threads import no_thread_can_be_started
 
 from cas_ckpt.errors import ConflictError, InvalidInputError, StorageError
 from cas_ckpt.transfer import child_process
 from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, WorkFailed
 from cas_ckpt.transfer.sent_errors import pack_error, packed_traceback, unpack_error
+from tests.no_threads import no_thread_can_be_started
 from tests.processes import PIPE, Forked
 from tests.transfer.child_work import ENTRY, parent_of_one
 

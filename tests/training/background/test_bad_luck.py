@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.no_threads import no_thread_can_be_started
 
 from cas_ckpt import CancelledError, InvalidInputError, Policy, Repository, StillPendingError
 from cas_ckpt.errors import FrozenChangedError
@@ -23,6 +22,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.background import staged
 from cas_ckpt.training.background.pending import PendingCommit
 from cas_ckpt.transfer import staging
+from tests.no_threads import no_thread_can_be_started
 
 _NUMBERS = count()
 
