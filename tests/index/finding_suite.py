@@ -130,6 +130,15 @@ class FindTests:
         long_ones = EntryFilter(KeyPatterns(None), min_bytes=1000)
         assert index.read(finding.find_states, roots=roots, wanted=long_ones) == {roots[0]}
 
+    @pytest.mark.parametrize("num_bytes", [1, 15, 16, 17, 18])
+    def test_values_are_found_by_length_however_short_they_are(self, index: Index, num_bytes: int) -> None:
+        values = {f"v{n}": EncodedValue(b"\xc4" + bytes([n - 2]) + bytes(n - 2)) for n in (15, 16, 17, 18)}
+        roots = [add(index, dict_of(**{name: value})) for name, value in values.items()]
+        wanted = EntryFilter(KeyPatterns(None), min_bytes=num_bytes)
+        expected = [root for root, name in zip(roots, values, strict=True) if int(name[1:]) >= num_bytes]
+        assert index.read(finding.find_states, roots=roots, wanted=wanted) == set(expected)
+        assert len(index.read(finding.find_entries, roots=roots, wanted=wanted)) == len(expected)
+
     def test_a_dtype_that_no_tensor_has_is_told_with_those_that_there_are(self, index: Index) -> None:
         root = add(index, dict_of(a=tensor("a"), b=inline(b"1")))
         with pytest.raises(NotFoundError, match="no tensor has the dtype 'flaot32': there are float32, uint8"):

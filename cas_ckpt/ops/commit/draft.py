@@ -187,7 +187,7 @@ class Draft:
         self._works, self._ties = {}, {}
 
     def nodes(self) -> tuple[list[Node], Digest]:
-        """All nodes of the state, children before parents, each once, and the id of its root.
+        """All nodes of the state, level by level from the lowest, each once, and the id of its root.
 
         Raises:
             InternalError: a cell of a tensor was never hashed.
@@ -217,4 +217,16 @@ class Draft:
             for node in nodes:
                 made[node.digest] = node
             trees[id(container)] = nodes[-1].digest
-        return list(made.values()), trees[id(self.root)]
+        return _by_level(made), trees[id(self.root)]
+
+
+def _by_level(nodes: Mapping[Digest, Node]) -> list[Node]:
+    """Those that refer to no node first, then those above them, and so on; `nodes`: children before parents.
+
+    What one node refers to gets neighbouring numbers in the index then, as packs are read in their order. A later
+    version of that node refers to nearly all of it again: rows in `edges_by_child` that are on few pages.
+    """
+    levels: dict[Digest, int] = {}
+    for digest, node in nodes.items():
+        levels[digest] = 1 + max([levels.get(child, 0) for child in node.children], default=0)
+    return sorted(nodes.values(), key=lambda node: levels[node.digest])

@@ -99,3 +99,29 @@ def test_1024_bytes_are_inline_and_1025_are_not(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     assert commit(handle, {"a": np.ones(1024, np.uint8)}).stats.num_chunks == 0
     assert commit(handle, {"a": np.ones(1025, np.uint8)}).stats.num_chunks == 1
+
+
+def _bytes_written() -> int:
+    """By this process since it began, to whatever."""
+    said = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(said["wchar"])
+
+
+def test_one_changed_entry_of_100_000_writes_64_kib_at_most_store_and_index_together(tmp_path: Path) -> None:
+    lengths = (1, 2, 3, 5, 8, 13, 21, 33)
+
+    def entry(n: int) -> Any:
+        return (np.float32(n), np.full(lengths[n // 4 % len(lengths)], n, np.float32), n * 7919, n / 7)[n % 4]
+
+    state = {f"group{g:03d}": {f"entry{n:03d}": entry(1000 * g + n) for n in range(1000)} for g in range(100)}
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, {"entries": state})
+    handle.close()
+    handle = RepositoryHandle.open(tmp_path / "repo")
+    state["group050"]["entry002"] = -1
+    before = _bytes_written()
+    made = commit(handle, {"entries": state})
+    written = _bytes_written() - before
+    handle.close()
+    assert made.stats.num_entries == 100_000
+    assert written <= 64 * 1024
