@@ -5,7 +5,9 @@
 Nodes, meta packs, refs and rows are made and written by the code that commits use, many commits to a pack, as they
 are once collections have merged small packs, and without waiting for the disk. Of a data pack there are the header,
 the directory and the trailer, as long as they say; the bytes of its chunks are a hole in the file. So every verb goes
-that reads no chunk. A build that was broken off, or that used up its `--seconds`, goes on where it stopped.
+that reads no chunk. A build that was broken off, or that used up its `--seconds`, goes on where it stopped: what is
+done is noted beside it in PATH.progress, that all is done in PATH.done. What is at PATH without
+either of them is left alone.
 
 A state is one tensor, of `--chunks` chunks that are new in each commit, and a step. Branch n begins at a commit of main
 that is drawn from n and has one commit of its own.
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +34,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_name
 from cas_ckpt.core.records import commit_of, pack_record
 from cas_ckpt.core.refs import Ref, RefKind, new_move
+from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -84,34 +88,59 @@ def unsynced() -> Iterator[None]:
         yield
 
 
+def is_built(path: Path) -> bool:
+    """Whether the repository at `path` is done."""
+    return path.with_suffix(".done").exists()
+
+
 def build(path: Path, shape: Shape, *, seconds: float = float("inf")) -> bool:
     """Build the repository at `path`, or go on with it; whether it is done."""
     end_s = time.monotonic() + seconds
     progress = path.with_suffix(".progress")
+    if is_built(path):
+        progress.unlink(missing_ok=True)
+        return True
     with unsynced():
-        handle = RepositoryHandle.open(path) if progress.exists() else _begun(path)
+        handle = _opened(path, progress)
         try:
-            done, parent = json.loads(progress.read_text()) if progress.exists() else (1, _head(handle).hex())
+            done, parent = json.loads(progress.read_text()) or (1, _head(handle).hex())
             head = Digest(bytes.fromhex(parent))
             layout = Digest(commit_of(handle, _head(handle)).layout or b"")
             while done < shape.on_main and time.monotonic() < end_s:
                 upto = min(shape.on_main, done + COMMITS_PER_PACK * _PACKS_PER_ADD)
                 head = _add_to_main(handle, shape, range(done, upto), head, layout)
                 done = upto
-                progress.write_text(json.dumps([done, head.hex()]))
+                _note(progress, [done, head.hex()])
             if done < shape.on_main:
                 return False
             _add_branches(handle, shape, head, layout)
-            progress.unlink()
         finally:
             handle.close()
+    _note(path.with_suffix(".done"), [done, head.hex()])
+    progress.unlink()
     return True
 
 
-def _begun(path: Path) -> RepositoryHandle:
+def _opened(path: Path, progress: Path) -> RepositoryHandle:
+    """The repository as far as it is built; made anew if nothing of it was noted."""
+    if progress.exists():
+        if json.loads(progress.read_text()) is not None:
+            return RepositoryHandle.open(path)
+        shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        built = path.with_suffix(".done").name
+        raise SystemExit(f"{path} is there, and no note of it: move it; or if it is built, make an empty {built}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _note(progress, None)
     handle = init_repository(path)
     commit_tree(handle, Container("dict", {"step": ValueItem(0)}), CommitRequest(step=0, num_threads=1))
     return handle
+
+
+def _note(file: Path, what: object) -> None:
+    written = file.with_suffix(".new")
+    written.write_text(json.dumps(what))
+    written.replace(file)
 
 
 def _head(handle: RepositoryHandle) -> Digest:
@@ -209,9 +238,11 @@ def _add_branches(handle: RepositoryHandle, shape: Shape, head: Digest, layout: 
     generation = handle.begin_writing()
     swapped: list[Ref] = []
     for name, target in targets:
-        ref = handle.refs.get(RefKind.BRANCH, name) if name == "main" else None
-        ref = ref or handle.refs.create_placeholder(RefKind.BRANCH, name)
-        for at in range(shape.moves):
+        try:
+            ref = handle.refs.get(RefKind.BRANCH, name)
+        except NotFoundError:
+            ref = handle.refs.create_placeholder(RefKind.BRANCH, name)
+        for at in range(sum(move.new == target for move in ref.log), shape.moves):  # others: by a build broken off
             old = None if not at else target
             move = new_move(old, target, "branch: set to main~12", "ann@example.com")
             hint = pack_name(packs[0].key) if packs and name != "main" else None
