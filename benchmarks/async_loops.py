@@ -1,13 +1,15 @@
 """What does a training loop lose while a commit runs beside it, made by a thread or by a process?
 
-    python -m benchmarks.async_loops --write     prints, and writes docs/benchmarks/async-loops.md; a minute
+    python -m benchmarks.async_loops --write     prints, and writes docs/benchmarks/async-loops.md; two minutes
     python -m benchmarks.async_loops             prints only
 
 A loop of one thread runs alone for a while, then beside a commit in the background whose state is staged already; both
 on all cores of the machine, of which the loop needs one. Two loops: one that is Python and nothing else, and one of
 small layers of torch. The commit is that of a state of which everything has changed, with `num_threads` as it is by
 itself; its store is in memory (/dev/shm), so that no disk is waited for. Beside that, each loop runs next to a process
-that does nothing but copy memory, at the worker's niceness.
+that does nothing but copy memory, at the worker's niceness. The cores of a virtual machine change their pace from
+second to second, alone or not: so there are many rounds, and of each it is noted for how long the loop's thread did not
+run at all, which is what the commit took from it: a core, or the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -61,39 +63,43 @@ class Row:
     loop: str
     worker: str
     lost: Sequence[float]
+    not_running: Sequence[float]
     rates: Sequence[float]
 
 
-def rate(loop: PythonLoop | TorchLoop, is_over: Callable[[], bool] | None, *, least_s: float = 0.5) -> float:
-    """Steps a second until `is_over`; for `least_s` where nothing else runs."""
-    start, steps = time.perf_counter(), 0
+def rate(
+    loop: PythonLoop | TorchLoop, is_over: Callable[[], bool] | None, *, least_s: float = 0.5
+) -> tuple[float, float]:
+    """Steps a second until `is_over`, for `least_s` where nothing else runs; share of that time without a core."""
+    start, ran, steps = time.perf_counter(), time.thread_time(), 0
     while True:
         loop.step()
         steps += 1
         taken = time.perf_counter() - start
         if is_over() if is_over is not None else taken >= least_s:
-            return steps / taken
+            return steps / taken, max(0.0, 1 - (time.thread_time() - ran) / taken)
 
 
 def measure(folder: Path, name: str, loop: PythonLoop | TorchLoop, worker: str, num_bytes: int, rounds: int) -> Row:
     state = {str(number): torch.randn(1 << 20) for number in range(num_bytes >> 22)}
     size = sum(tensor.nbytes for tensor in state.values())
-    lost, rates = [], []
+    lost, not_running, rates = [], [], []
     with Repository.init(folder / f"{name}-{worker}", group=None) as repo:
         for number in range(rounds + 1):
             for tensor in state.values():
                 tensor.add_(1e-3)
-            alone = rate(loop, None)
+            alone, _ = rate(loop, None)
             pending = repo.commit_async(state, worker=worker)
             start = time.perf_counter()
-            beside = rate(loop, pending.done)
+            beside, waited = rate(loop, pending.done)
             taken = time.perf_counter() - start
             pending.result()
             if number:
                 lost.append(1 - beside / alone)
+                not_running.append(waited)
                 rates.append(size / taken)
             forget_all_but_one(repo)
-    return Row(name, worker, lost, rates)
+    return Row(name, worker, lost, not_running, rates)
 
 
 def measure_beside_copies(name: str, loop: PythonLoop | TorchLoop, rounds: int) -> Row:
@@ -102,33 +108,37 @@ def measure_beside_copies(name: str, loop: PythonLoop | TorchLoop, rounds: int) 
         f"import os, numpy as np; os.nice({NICENESS}); a = np.ones(32 << 20, np.uint8); b = a.copy()\n"
         "print(flush=True)\nwhile True: np.copyto(a, b); np.copyto(b, a)"
     )
-    lost = []
+    lost, not_running = [], []
     for _ in range(rounds):
-        alone = rate(loop, None)
+        alone, _ = rate(loop, None)
         with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             other.stdout.readline()
-            lost.append(1 - rate(loop, None) / alone)
+            beside, waited = rate(loop, None)
+            lost.append(1 - beside / alone)
+            not_running.append(waited)
             other.kill()
-    return Row(name, "(a process that copies memory)", lost, [])
+    return Row(name, "(a process that copies memory)", lost, not_running, [])
 
 
 def page(rows: Sequence[Row], scratch: Path) -> str:
     lines = [
         *heading("Training loops beside a commit", "async_loops", scratch),
         "A loop of one thread, alone and beside a commit whose state is staged already and has changed everywhere; the",
-        "store is in memory. Medians, and all rounds in brackets.",
+        "store is in memory. Medians, and all rounds in brackets. Not running: for this share of the time the loop",
+        "had no core, or waited for the interpreter's lock; the other steps are lost while it runs.",
         "",
-        "| loop | `worker` | steps lost | wanted | the commit goes on at, GB/s |",
-        "| --- | --- | --- | --- | --- |",
+        "| loop | `worker` | steps lost | wanted | not running | the commit goes on at, GB/s |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         lost = statistics.median(row.lost)
         every = ", ".join(f"{each:.0%}" for each in row.lost)
         wanted = ("met" if lost <= WANTED else "missed") if row.worker == "process" else ""
         verdict = f"{WANTED:.0%} {wanted}" if wanted else ""
+        waited = f"{statistics.median(row.not_running):.1%}"
         speed = f"{statistics.median(row.rates) / 1e9:.2f}" if row.rates else ""
-        lines.append(f"| {row.loop} | {row.worker} | {lost:.1%} ({every}) | {verdict} | {speed} |")
+        lines.append(f"| {row.loop} | {row.worker} | {lost:.1%} ({every}) | {verdict} | {waited} | {speed} |")
     lines += ["", "What bounds them, and how to choose: [performance.md](../performance.md#a-worker-process).", ""]
     return "\n".join(lines)
 
@@ -136,7 +146,7 @@ def page(rows: Sequence[Row], scratch: Path) -> str:
 def measured(scratch: Path, quick: bool) -> str:
     torch.set_num_threads(1)
     loops = {"Python": PythonLoop(), "torch, small layers": TorchLoop()}
-    most = 3 if quick else 5
+    most = 3 if quick else 11
     rows = []
     for name, loop in loops.items():
         for _ in range(30):
