@@ -19,8 +19,9 @@ from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.transfer.sources import STAGED, Source, reads_into_many
 
-STEP_BYTES = 1024 * 1024
-"""Bytes read and hashed at a time: what is hashed is in the second-level cache still (docs/decisions/004)."""
+STEP_BYTES = 2 * 1024 * 1024
+"""Bytes read and hashed at a time: few enough to be in the processor's cache still, and enough that the interpreter's
+lock is seldom wanted (docs/decisions/005)."""
 
 Relocate: TypeAlias = Callable[[Digest, Collection[str]], Sequence[Location]]
 """Where a chunk is stored now, given the packs it was looked for in: a collection may have copied it meanwhile."""
