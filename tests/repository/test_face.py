@@ -334,3 +334,18 @@ def test_the_log_is_read_without_torch(tmp_path: Path) -> None:
     root = str(Path(cas_ckpt.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_first_checkout_imports_nothing_that_the_opening_has_not(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"model": torch.nn.Linear(4, 4), "rows": torch.rand(300, 70), "text": "x" * 5000})
+    script = (
+        "import sys, torch; from cas_ckpt import Repository\n"
+        f"repo = Repository.open({str(tmp_path / 'repo')!r})\n"
+        "state = {'model': torch.nn.Linear(4, 4), 'rows': torch.rand(300, 70), 'text': ''}; before = set(sys.modules)\n"
+        "repo.checkout('main', into=state)\n"
+        "print(len(state['text']), sorted(each for each in set(sys.modules) - before if not each.startswith('enc')))"
+    )
+    root = str(Path(cas_ckpt.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("5000 []\n", "")
