@@ -79,6 +79,24 @@ class StagedSource(ArraySource, Protocol):
         ...
 
 
+class FileBackedSource(ArraySource, Protocol):
+    """A source whose elements are brought into memory to be read; others (`bytes_read_at_once` asks) take none."""
+
+    @property
+    def read_bytes(self) -> int:
+        """What a thread that reads it cell by cell holds at once, at most, until it reads another source.
+
+        Raises:
+            CkptError: what holds the elements cannot be read, or is malformed.
+        """
+        ...
+
+
+def bytes_read_at_once(source: ArraySource) -> int:
+    """What a thread holds that reads `source` cell by cell: 0 of live memory. Raises what `read_bytes` raises."""
+    return getattr(source, "read_bytes", 0)
+
+
 def is_private(source: ArraySource) -> bool:
     """Whether what `source` gives from now on belongs to the commit alone: hashed and written as it is, uncopied."""
     return getattr(source, "is_private", False)

@@ -21,6 +21,7 @@ chunk. Only bytes of an item's own place are ever read, and no code in them is r
 from __future__ import annotations
 
 import io
+import math
 import threading
 import zipfile
 from bisect import bisect_left, bisect_right
@@ -42,9 +43,9 @@ from cas_ckpt.dcp.folder.metadata import (
     read_folder_metadata,
 )
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
+from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
-from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
+from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch, most_read
 from cas_ckpt.ops.files.models import check_inside
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
@@ -305,6 +306,13 @@ class ChunkedSource:
         self._starts = [chunk.box.offsets[axis] for chunk in ordered] if axes else []
         self._reach = max((box.sizes[axis] for box in boxes), default=0) if axes else 0
 
+    @property
+    def read_bytes(self) -> int:
+        """See `FileBackedSource`: of the saved chunk that takes most, and of a box that touches several."""
+        sizes = grid_for(self.spec).box(0).sizes
+        joined = math.prod(sizes) * self.spec.item_bytes if len(self._chunks) > 1 else 0
+        return joined + max((chunk.read_bytes(sizes) for chunk in self._chunks), default=0)
+
     def read(self, box: Box) -> Array:
         """See `ArraySource`: a view where one chunk holds the box."""
         raw = raw_dtype(self.spec.item_bytes)
@@ -350,10 +358,7 @@ class SavedArray:
         Raises:
             InvalidInputError: not the tensor that the metadata describes.
         """
-        if not self._is_known:  # threads may race: all find the same
-            self._layout = self._find()
-            self._is_known = True
-        layout = self._layout
+        layout = self._known_layout()
         if layout is None:
             return scratch.decoded(self)[box.slices]
         offset, order = layout
@@ -361,6 +366,21 @@ class SavedArray:
         source = FileSource(self._files.get(self._place.file), offset, spec, scratch.bytes)
         permuted = Box(tuple(box.offsets[axis] for axis in order), tuple(box.sizes[axis] for axis in order))
         return source.read(permuted).transpose([order.index(axis) for axis in range(len(order))])
+
+    def read_bytes(self, sizes: tuple[int, ...]) -> int:
+        """What a thread holds that reads boxes nowhere longer than `sizes`. Raises as `read`."""
+        layout = self._known_layout()
+        if layout is None:  # as it is in the file and, of what it was decoded to, another copy
+            return 2 * max(self._place.length, self.spec.num_bytes + _FRAME_BYTES)
+        shape = self.spec.shape
+        parts = [(shape[axis], min(shape[axis], sizes[axis])) for axis in layout[1]]
+        return most_read(tuple(whole for whole, _ in parts), tuple(part for _, part in parts), self.spec.item_bytes)
+
+    def _known_layout(self) -> tuple[int, tuple[int, ...]] | None:
+        if not self._is_known:  # threads may race: all find the same
+            self._layout = self._find()
+            self._is_known = True
+        return self._layout
 
     def decode(self) -> Array:
         """All elements, by way of torch."""

@@ -26,7 +26,7 @@ from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import Container, TensorItem, saved
+from cas_ckpt.objects.state import Container, TensorItem, bytes_read_at_once, saved
 from cas_ckpt.ops.commit.draft import Draft
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory, Hashed
 from cas_ckpt.ops.commit.request import CommitRequest
@@ -103,7 +103,7 @@ def measure(state: Container) -> StateSize:
                 divided = divided or item.placement is not None
                 more = item.spec.num_bytes
                 if more > INLINE_BYTES:
-                    read_bytes = max(read_bytes, getattr(item.source, "read_bytes", 0))
+                    read_bytes = max(read_bytes, bytes_read_at_once(item.source))
                     tie = None if item.identity is None else (item.identity[0], item.spec.dtype)
                     if tie is None or tie not in tied:
                         num_bytes += more

@@ -11,6 +11,7 @@ Must not know: formats, names of tensors, commits.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import stat
@@ -146,10 +147,8 @@ class FileSource:
 
     @property
     def read_bytes(self) -> int:
-        """What a thread holds that reads it, cell by cell."""
-        box = grid_for(self.spec).box(0)
-        band_bytes = band_of(self.spec.shape, box).num_elements * self.spec.item_bytes
-        return band_bytes if band_bytes <= MAX_BAND_BYTES else box.num_elements * self.spec.item_bytes
+        """See `FileBackedSource`."""
+        return most_read(self.spec.shape, grid_for(self.spec).box(0).sizes, self.spec.item_bytes)
 
     def read(self, box: Box) -> Array:
         """See `ArraySource`: valid until the same thread reads again."""
@@ -182,6 +181,16 @@ class FileSource:
             offsets = (*box.offsets[:axis], box.offsets[axis] + at, *box.offsets[axis + 1 :])
             part = array[(slice(None),) * axis + (slice(at, at + 1),)]
             self._fill(part, Box(offsets, (*box.sizes[:axis], 1, *box.sizes[axis + 1 :])))
+
+
+def most_read(shape: tuple[int, ...], sizes: tuple[int, ...], item_bytes: int) -> int:
+    """The most that a `FileSource` of `shape` holds for a box that is nowhere longer than `sizes`."""
+    most, row_bytes = math.prod(sizes) * item_bytes, item_bytes
+    for size, of in zip(reversed(sizes), reversed(shape), strict=True):
+        if size > 1:  # a band of so many rows of this axis as are not too long; a shorter box may be one
+            most = max(most, min(size, MAX_BAND_BYTES // row_bytes) * row_bytes)
+        row_bytes *= of
+    return most
 
 
 def band_of(shape: tuple[int, ...], box: Box) -> Box:

@@ -166,15 +166,12 @@ class StagedTensor:
             places.append((number, at))
         return copies, tuple(places)
 
-    def copied(self) -> tuple[tuple[Array, ...], Places]:
-        """Copies of all of it in memory of their own, made at once, and where these are; for small ones.
+    def copied(self, live: ArraySource) -> tuple[tuple[Array, ...], Places]:
+        """Copies of all of it as `live` has it, in memory of their own, and where these are; for small ones.
 
         Raises:
             Whatever the source raised.
         """
-        live = self._live
-        if live is None:
-            return (), ()
         arrays = tuple([as_raw(live.read(box), self.item_bytes).copy() for box in self.boxes])
         return arrays, ((-1, 0),) * len(arrays)
 
@@ -334,7 +331,8 @@ class Snapshot:
 
         Before the commit begins: it never reports them as saved.
         """
-        made = [(each, *each.copied()) for each in self.tensors if each.num_bytes <= INLINE_BYTES and each.live]
+        small = [(each, each.live) for each in self.tensors if each.num_bytes <= INLINE_BYTES]
+        made = [(each, *each.copied(live)) for each, live in small if live is not None]
         with self._changed:
             for each, arrays, places in made:
                 each.be_staged(arrays, places)

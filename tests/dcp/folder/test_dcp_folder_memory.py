@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint._extension import ZStandard
 
-from cas_ckpt.objects.spec import Box
-from tests.dcp.folder.dcp_folders import save_boxes
+from cas_ckpt import MemoryBudgetError, Repository
+from cas_ckpt.dcp.folder.importing import folder_tree
+from cas_ckpt.objects.spec import Box, grid_for
+from cas_ckpt.objects.state import TensorItem, walk
+from cas_ckpt.ops.commit.save import measure
+from tests.dcp.folder.dcp_folders import save_boxes, save_folder
 
 NUM_BYTES = 288 * 1024 * 1024
 ALLOWED_BYTES = 220 * 1024 * 1024
@@ -56,3 +62,43 @@ def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
     assert int(imported) < ALLOWED_BYTES
     assert int(peak) < ALLOWED_BYTES
     assert same == "True"
+
+
+@pytest.mark.parametrize("kind", ["whole rows", "cut twice", "laid out the other way", "compressed"])
+def test_a_thread_holds_no_more_of_a_folder_than_its_sources_say(tmp_path: Path, kind: str) -> None:
+    state = {"w": torch.randn(2600, 2048)}
+    if kind == "cut twice":  # cells of 512 rows touch two chunks or four, whose rows are half as long
+        cuts = [Box((row, column), (1300, 1024)) for row in (0, 1300) for column in (0, 1024)]
+        folder = save_boxes(tmp_path / "c", state, [[("w", box) for box in cuts]])
+    elif kind == "laid out the other way":
+        folder = save_folder(tmp_path / "c", {"w": state["w"].t()})
+    else:
+        folder = save_folder(tmp_path / "c", state, _extensions=[ZStandard()] if kind == "compressed" else [])
+    tree = folder_tree(folder)
+    said = measure(tree).read_bytes
+    (source,) = (item.source for _, item in walk(tree) if isinstance(item, TensorItem))
+    spec = next(item.spec for _, item in walk(tree) if isinstance(item, TensorItem))
+    grid = grid_for(spec)
+    tracemalloc.start()
+    try:
+        for number in range(grid.num_cells):
+            source.read(grid.box(number))
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0 < held <= said + (1 << 20)
+    assert said <= 2 * spec.num_bytes + (4 << 20)
+
+
+def test_a_folder_in_too_little_memory_is_refused_and_with_what_is_asked_for_it_is_imported(tmp_path: Path) -> None:
+    state = {"w": torch.randn(2600, 2048)}
+    save_folder(tmp_path / "c", state, _extensions=[ZStandard()])
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        with pytest.raises(MemoryBudgetError, match="needs") as caught:
+            repo.import_file(tmp_path / "c", memory_bytes=1000)
+        live = repo.commit(state, branch="live", create=True)
+        with pytest.raises(MemoryBudgetError, match="needs") as of_live:
+            repo.commit(state, branch="live", memory_bytes=1000)
+        assert caught.value.least_bytes >= of_live.value.least_bytes + 2 * state["w"].nbytes
+        made = repo.import_file(tmp_path / "c", memory_bytes=caught.value.least_bytes)
+        assert made.root == live.root
