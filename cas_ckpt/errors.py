@@ -33,7 +33,11 @@ command line returns for that kind of error.
 
 from __future__ import annotations
 
+import copy
 from pathlib import PurePath
+from typing import TypeVar
+
+E = TypeVar("E", bound="CkptError")
 
 
 class CkptError(Exception):
@@ -234,3 +238,10 @@ def _is_short(given: object) -> bool:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def reworded(error: E, message: str) -> E:
+    """The same error, all of its attributes too, with another message: to be raised from the first."""
+    made = copy.copy(error)
+    made.args = (message,)
+    return made

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
@@ -16,15 +16,7 @@ from cas_ckpt.transfer.peers import collective_errors
 if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
     from cas_ckpt.ops.sync.tier import BackgroundPushes
-    from cas_ckpt.training.background.commits import BackgroundCommits
-
-
-class InFlight(Protocol):
-    """Something that others do to this repository in the background: a save of `dcp.async_save`."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, however; whether it has. At once where to wait would be for oneself."""
-        ...
+    from cas_ckpt.training.background.commits import BackgroundCommits, InFlight
 
 
 class Opened:

@@ -254,9 +254,6 @@ def _copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-WINDOW_BYTES = 1 << 20
-"""A range at least this long is answered as a view of the page cache, a shorter one as a copy."""
-
 MOST_TARGETS = 1024
 """Places that one call of the system fills (IOV_MAX of Linux)."""
 
@@ -300,19 +297,12 @@ class FileStore:
             with open(descriptor.fd, "rb", buffering=0, closefd=False) as file:
                 return file.read()
 
-    def get_range(self, key: str, offset: int, length: int) -> bytes | memoryview:
-        """See `Store.get_range`; from `WINDOW_BYTES` on a read-only view of the file itself.
-
-        A view stays valid after the key is deleted, and holds a descriptor as long as it lives.
-        Should the file be cut short or the medium fail while it is read, the process gets
-        SIGBUS, as with any mapped file.
-        """
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """See `Store.get_range`. A copy: a mapped file that is cut short while it is read kills the process."""
         descriptor, size = self._located(key, offset, length)
         if offset + length > size:
             raise too_short(key, offset, length, size)
         with reading(key):
-            if length >= WINDOW_BYTES:
-                return _window(descriptor, offset, length)
             return _read_bytes(descriptor, key, offset, length)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
@@ -552,14 +542,11 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> bytes:
-    data = os.pread(descriptor.fd, length, offset)
-    if len(data) < length:
-        raise too_short(key, offset, length, offset + len(data))
-    return data
-
-
-def _window(descriptor: Descriptor, offset: int, length: int) -> memoryview:
-    """A read-only view of the file; mapped from the page that `offset` lies in."""
-    skipped = offset % mmap.ALLOCATIONGRANULARITY
-    mapped = mmap.mmap(descriptor.fd, skipped + length, access=mmap.ACCESS_READ, offset=offset - skipped)
-    return memoryview(mapped)[skipped:]
+    parts: list[bytes] = []
+    done = 0
+    while done < length:  # one call of the system reads 2 GiB at most
+        parts.append(os.pread(descriptor.fd, length - done, offset + done))
+        if not parts[-1]:
+            raise too_short(key, offset, length, offset + done)
+        done += len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -32,7 +32,14 @@ from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
 from cas_ckpt import clock
-from cas_ckpt.errors import CkptError, CorruptionError, PermissionDeniedError, StorageError, TransientStorageError
+from cas_ckpt.errors import (
+    CkptError,
+    CorruptionError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+    reworded,
+)
 from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, whole_reply
 
 T = TypeVar("T")
@@ -187,7 +194,7 @@ class Requests:
         found = _error_of(error, f"{doing} in {self.where}")
         text = self.shown(str(found))
         if text != str(found):
-            found = NotThere(text, is_bucket=found.is_bucket) if isinstance(found, NotThere) else type(found)(text)
+            found = reworded(found, text)
         return found
 
     def shown(self, text: str) -> str:

@@ -48,6 +48,7 @@ from cas_ckpt.errors import (
     StorageError,
     TooLargeError,
     TransientStorageError,
+    reworded,
 )
 from cas_ckpt.storage.bucket import (
     ABSENT,
@@ -261,7 +262,7 @@ class S3Bucket:
     def _cleaned(self, error: CkptError) -> CkptError:
         """`error`, whose text holds no secret and can be shown. A hostile server may send back what it was sent."""
         text = shown(str(error), self._secrets())
-        return error if text == str(error) else type(error)(text)
+        return error if text == str(error) else reworded(error, text)
 
     def _secrets(self) -> list[str]:
         """What no text may hold."""

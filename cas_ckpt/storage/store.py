@@ -58,7 +58,7 @@ class Abilities:
 
     Attributes:
         durable: What a write returned for outlives the process and a power failure.
-        local: `get_range` of a large range is a cheap view, so asking twice costs little.
+        local: The values are on this computer: to read them twice costs little.
         conditional: `put_if_absent` and `compare_and_swap` are honoured by the medium. Where
             this is False both MUST raise `StorageError`: a silently ignored condition loses commits.
         read_only: Every write raises `PermissionDeniedError`.

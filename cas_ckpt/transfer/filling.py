@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, reworded
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, raw_dtype
@@ -99,7 +99,7 @@ def new_array(sizes: tuple[int, ...], item_bytes: int) -> Array:
 
 def named(error: CkptError, key: str) -> CkptError:
     """The same kind of error, its message headed by the tensor, if that has a name."""
-    return type(error)(f"{key}: {error}" if key else str(error))
+    return reworded(error, f"{key}: {error}" if key else str(error))
 
 
 class ChunkFiller:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
+from cas_ckpt.errors import CkptError, InternalError, NotFoundError, reworded
 from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canonical
@@ -218,10 +218,8 @@ def verify_and_scatter(
             mover.move(reads, incoming)
             fill_rest()
             peers.gather_all(b"")  # all targets of all ranks are filled
-        except PeerError as error:
-            raise PeerError(_partly_written(error), error.ranks) from error
         except CkptError as error:
-            raise type(error)(_partly_written(error)) from error
+            raise reworded(error, _partly_written(error)) from error
 
 
 def _partly_written(error: CkptError) -> str:

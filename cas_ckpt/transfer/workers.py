@@ -91,7 +91,10 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
             except BaseException as error:  # noqa: BLE001 - a second Ctrl-C: raised once all have stopped
                 errors.append(error)
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # its traceback has this frame: all that the workers held would stay until a collection
 
 
 def map_all(work: Callable[[S], T], items: Iterable[S], *, num_threads: int) -> list[T]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.dcp.storage import group
-from cas_ckpt.dcp.storage.group import Turn, forget_in_background
+from cas_ckpt.dcp.storage.group import BackgroundSave, Turn, forget_in_background
 from cas_ckpt.errors import ConflictError
 from tests.dcp.states import plain_state, same
 
@@ -379,3 +381,14 @@ def test_a_process_saves_and_tells_the_commit(repo: Repository, monkeypatch: pyt
     assert [(each.id, each.root, each.step) for each in made] == [(ids[0], wanted[0], 9), (ids[1], wanted[1], 9)]
     assert writer.commit is None
     executor._CHECKPOINT_PROCESS = None  # ends the process
+
+
+def test_a_look_whether_a_save_goes_on_leaves_nothing_behind() -> None:
+    future: Future[Any] = Future()
+    save = BackgroundSave(1, "file:///repo", future)
+    callbacks = Mock(wraps=future.add_done_callback)
+    with patch.object(future, "add_done_callback", callbacks):
+        assert not any(save.wait(0) for _ in range(9))
+    callbacks.assert_not_called()
+    future.set_result(None)
+    assert save.wait(0)

@@ -24,7 +24,7 @@ from cas_ckpt.errors import (
     StorageError,
 )
 from cas_ckpt.storage.disk import DescriptorCache, open_for_reading
-from cas_ckpt.storage.file import WINDOW_BYTES, FileStore
+from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.store_values import at_once, noise
 
 FAR_FUTURE_S = 4e10
@@ -191,13 +191,25 @@ def test_a_key_below_a_value_or_above_keys_is_refused(tmp_path: Path) -> None:
 
 def test_a_pack_cut_short_under_an_open_descriptor_is_corruption_not_a_crash(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    value = noise(3 * WINDOW_BYTES)
+    value = noise(3 << 20)
     store.put("packs/a", value)
-    assert bytes(store.get_range("packs/a", 0, len(value))) == value
-    os.truncate(tmp_path / "packs" / "a", WINDOW_BYTES)
-    for length in (2 * WINDOW_BYTES, WINDOW_BYTES + 1):
+    before = store.get_range("packs/a", 0, len(value))
+    os.truncate(tmp_path / "packs" / "a", 1 << 20)
+    assert before == value
+    for length in (2 << 20, (1 << 20) + 1):
         with pytest.raises(CorruptionError, match="packs/a"):
             store.get_range("packs/a", 0, length)
+
+
+def test_a_range_that_the_system_reads_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path)
+    value = noise(10_000)
+    store.put("packs/a", value)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, length, offset: pread(fd, min(length, 999), offset))
+    assert store.get_range("packs/a", 10, 9_000) == value[10:9_010]
+    assert store.get_tail("packs/a", 5_000) == (10_000, value[5_000:])
+    assert store.get_range("packs/a", 10_000, 0) == b""
 
 
 def test_a_pack_replaced_by_another_process_is_served_new(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
+import pytest
 
-from cas_ckpt.errors import CkptError, MemoryBudgetError, PartialRestoreError, PeerError
+from cas_ckpt import errors
+from cas_ckpt.errors import CkptError, MemoryBudgetError, PartialRestoreError, PeerError, reworded
 from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CkptError)]
 
 
 def sent(error: BaseException) -> Any:
@@ -41,3 +45,13 @@ def test_names_that_are_no_attributes_of_an_error_are_refused() -> None:
         assert type(found) is CkptError and found.args == ("x",) and found.exit_code == 1
         assert found.__cause__ is None and set(vars(found)) <= {"ok"}
         assert getattr(found, "ok", (1,)) == (1,)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_reworded_error_is_of_the_same_kind_and_keeps_what_it_has(kind: type[CkptError]) -> None:
+    error = kind("w: cut short")
+    error.overwritten = ("w",)
+    error.ranks = (1, 2)  # type: ignore[attr-defined]
+    made = reworded(error, "repo: w: cut short")
+    assert type(made) is kind and str(made) == "repo: w: cut short"
+    assert vars(made) == vars(error) and str(error) == "w: cut short"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -43,6 +47,29 @@ def test_after_an_error_the_rest_is_left_and_no_thread_goes_on() -> None:
         run_all(range(100_000), lambda: work, num_threads=3)
     assert len(done) < 100_000
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cas-ckpt-")]
+
+
+def test_what_the_workers_held_is_not_kept_by_their_error() -> None:
+    class Held:
+        """Something that workers use."""
+
+    held = Held()
+    kept = weakref.ref(held)
+
+    def fails(held: Held) -> Callable[[int], None]:
+        def work(item: int) -> None:
+            raise ValueError(held)
+
+        return work
+
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            run_all(range(5), partial(fails, held), num_threads=2)
+        del held
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_the_list_of_work_itself_reaches_the_caller() -> None:

@@ -190,6 +190,8 @@ class BackgroundSave:
         future = self.future
         if future is None or future.done() or self.thread == threading.get_ident() or self.pid != os.getpid():
             return True
+        if timeout_s is not None and timeout_s <= 0:  # a look, which leaves no callback behind
+            return False
         ended = threading.Event()
         future.add_done_callback(partial(_tell, ended))
         return ended.wait(timeout_s)

@@ -31,7 +31,7 @@ from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import LeftOut
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.revisions import Revision, resolve_named, revision_text
-from cas_ckpt.errors import InvalidInputError, MemoryBudgetError
+from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, reworded
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
@@ -294,7 +294,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     except InvalidInputError as error:
         if str(path) in str(error):
             raise
-        raise type(error)(f"{path}: {error}") from error
+        raise reworded(error, f"{path}: {error}") from error
 
 
 def model_tree(files: ModelFiles) -> Container:

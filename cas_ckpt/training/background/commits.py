@@ -103,10 +103,10 @@ class AsyncOptions:
 
 
 class InFlight(Protocol):
-    """What has to end before a commit begins."""
+    """What others do to the repository in the background, before a commit of it begins: a save of `dcp.async_save`."""
 
-    def wait(self) -> object:
-        """Wait for its end."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, however; whether it has. At once where to wait would be for oneself."""
         ...
 
 

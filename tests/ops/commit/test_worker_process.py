@@ -39,6 +39,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process import worker
@@ -56,6 +57,7 @@ from cas_ckpt.transfer.peers import Peers, collective_errors
 from tests.builders import new_repository, numbers, same_bytes, state, stored_arrays, tensor
 from tests.committing import new_store, on
 from tests.crash.citizen import EAGER
+from tests.divided import divided, mesh, over
 from tests.ops.commit.worker_entries import MODULE
 from tests.thread_peers import run_ranks
 
@@ -448,9 +450,11 @@ def test_a_rank_whose_worker_dies_is_an_error_of_all(tmp_path: Path) -> None:
     assert "SIGKILL" in str(found[0])
 
 
-@pytest.mark.parametrize("unlucky", [0, 1])
-def test_a_commit_is_known_to_all_ranks_though_the_worker_of_one_died_right_after_it(
-    tmp_path: Path, unlucky: int
+@pytest.mark.parametrize(
+    ("unlucky", "entry"), [(0, "die_once_published"), (1, "die_once_published"), (1, "die_before_told")]
+)
+def test_a_commit_is_known_to_all_ranks_though_the_worker_of_one_died_around_it(
+    tmp_path: Path, unlucky: int, entry: str
 ) -> None:
     new_repository(tmp_path / "repo").close()
 
@@ -459,7 +463,7 @@ def test_a_commit_is_known_to_all_ranks_though_the_worker_of_one_died_right_afte
         commits = CommitWorker(handle)
         try:
             if peers.rank == unlucky:
-                commits._child = ChildProcess(f"{MODULE}:die_once_published")
+                commits._child = ChildProcess(f"{MODULE}:{entry}")
             with collective_errors(peers):
                 made = commits.commit(state({"own": numbers(400, 400)}), CommitRequest(), peers=peers)
             assert made.id == head_of(handle) == handle.head.commit
@@ -474,6 +478,28 @@ def test_a_commit_is_known_to_all_ranks_though_the_worker_of_one_died_right_afte
     (made, after), others = run_ranks(2, work)
     assert (made, after) == others
     assert after.parents == (made.id,)
+
+
+def test_a_rank_whose_worker_dies_where_rank_0_compares_hears_that_no_commit_is_made(tmp_path: Path) -> None:
+    new_repository(tmp_path / "repo").close()
+
+    def work(peers: Peers) -> Any:
+        handle = RepositoryHandle.open(tmp_path / "repo")
+        commits = CommitWorker(handle)
+        half = divided(numbers(8), over(mesh(2), "S(0)"), peers.rank)  # so small that rank 0 compares it
+        try:
+            if peers.rank == 1:
+                commits._child = ChildProcess(f"{MODULE}:die_before_compared")
+            with collective_errors(peers):
+                return commits.commit(Container("dict", {"w": half}), CommitRequest(), peers=peers)
+        finally:
+            commits.close()
+            assert handle.head.commit is None
+            handle.close()
+
+    found = run_ranks(2, work, outcomes=True)
+    assert isinstance(found[0], PeerError) and isinstance(found[1], WorkerError)
+    assert "not made" in str(found[1])
 
 
 @pytest.mark.slow

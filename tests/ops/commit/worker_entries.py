@@ -2,6 +2,8 @@
 
 ENTRY = "tests.ops.commit.worker_entries:die_after_7"         SIGKILL right after the seventh effect on the store
 ENTRY = "tests.ops.commit.worker_entries:die_once_published"  SIGKILL once the commit is made (rank 0) or it is told so
+ENTRY = "tests.ops.commit.worker_entries:die_before_told"     SIGKILL where rank 0 tells what came of the commit
+ENTRY = "tests.ops.commit.worker_entries:die_before_compared" SIGKILL where rank 0 tells whether small tensors agree
 ENTRY = "tests.ops.commit.worker_entries:full_index"          no commit's rows go into the index
 """
 
@@ -17,6 +19,7 @@ from cas_ckpt.core import handle
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import OutOfSpaceError
 from cas_ckpt.index.index import Index
+from cas_ckpt.ops.commit import commit
 from cas_ckpt.ops.commit.process import child
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import Effects, FaultyStore, die_after
@@ -32,14 +35,26 @@ class _Killing(Effects):
 
 def die_once_published(descriptor: int, parent: int) -> None:
     """SIGKILL before the index hears of the commit; on another rank than 0 once rank 0 has told of it."""
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
-
-    RepositoryHandle.add_written = die  # type: ignore[method-assign]
-    RepositoryHandle.note_written = die  # type: ignore[method-assign]
+    RepositoryHandle.add_written = _die  # type: ignore[method-assign]
+    RepositoryHandle.note_written = _die  # type: ignore[method-assign]
     child.main(descriptor, parent)
+
+
+def die_before_told(descriptor: int, parent: int) -> None:
+    """SIGKILL once rank 0 has all that it needs to make the commit."""
+    commit.tell_ranks = _die
+    child.main(descriptor, parent)
+
+
+def die_before_compared(descriptor: int, parent: int) -> None:
+    """SIGKILL once rank 0 has the small tensors that are divided over ranks."""
+    child.AskedPeers.broadcast = _die  # type: ignore[method-assign]
+    child.main(descriptor, parent)
+
+
+def _die(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
 
 
 def full_index(descriptor: int, parent: int) -> None:

@@ -3,8 +3,8 @@
     1. the process is started when the first commit wants it, and again when it has died
     2. the arenas that a state was staged in are lent to it; it keeps them mapped as long as the pool keeps them
     3. `commit` sends tree and request, and answers what the worker asks until the commit is made or has failed
-    4. the worker died: whether the ref was swapped before is looked up, so that "not made" is true when it is said; the
-       other ranks are told of a commit that was made
+    4. the worker died: whether the ref was swapped is looked up, or heard from rank 0, so that "not made" is true when
+       it is said; the other ranks are told of a commit that was made
 
 Invariant: `handle.head` moves if and only if the commit is made. An error of the worker is raised here as what it is;
 its traceback goes to the log (DEBUG). Knows nothing of torch.
@@ -249,14 +249,16 @@ class CommitWorker:
                 pass  # and its mappings with it
 
     def _after_death(self, request: CommitRequest, asked: _Asked | None, peers: Peers, ended: ChildEnded) -> CommitInfo:
-        """The commit, if it was made before the child died; then all ranks are told, if they were not.
+        """The commit, if it was made before the child died or is made without it; all ranks are told, if they were not.
 
         Raises:
-            WorkerError: it was not. PeerError: it was, but not all ranks could be told.
+            WorkerError: it was not. PeerError: it was, but not all ranks could be told; or another rank failed.
         """
         self._discard()
         handle = self._handle
         handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
+        if asked is not None and asked.is_to_be_told:
+            asked.told = tell_ranks(peers, None)  # rank 0 has all that this rank had to give: it may publish
         told = None if asked is None or asked.told is None else read_made(asked.told)
         if told is not None:
             made, branch = told
@@ -344,6 +346,7 @@ class _Asked:
     Attributes:
         published: The commit that the ref was about to be swapped to, id and bytes; None: it has not come so far.
         told: What rank 0 has told all ranks last; of a commit that is made, that it is.
+        is_to_be_told: Rank 0 has gathered from this rank, and now tells all ranks what came of it.
         lost: How the work with the other ranks has ended before.
     """
 
@@ -360,6 +363,7 @@ class _Asked:
         self._slots: dict[int, tuple[Arena, int]] = {}
         self.published: tuple[Digest, bytes] | None = None
         self.told: bytes | None = None
+        self.is_to_be_told = False
         self.lost: PeerError | None = None
 
     def number(self, source: ArraySource, item: TensorItem) -> list[Any]:
@@ -427,6 +431,7 @@ class _Asked:
             raise
         if method == "broadcast":
             self.told = found
+        self.is_to_be_told = method == "gather" and found is None
         return list(map(bytes, found)) if isinstance(found, list) else found
 
     def note(self, name: str, arguments: list[Any]) -> None:
