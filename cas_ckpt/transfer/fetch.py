@@ -38,6 +38,7 @@ from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_p
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.past_cache import (
     WORTH_A_SECOND_READ,
+    WORTH_KEEPING,
     fill_past_cache,
     not_in_memory,
     packs_in_memory,
@@ -144,7 +145,7 @@ def fill_once(
             fill_past_cache, store, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
             relocate=relocate,
         )  # fmt: skip
-        read_not_in_memory(cold, past, through_cache, worth=1)
+        read_not_in_memory(cold, past, through_cache, worth=WORTH_KEEPING)
         chunks = [chunk for chunk in chunks if not chunk.filled]
     through_cache(chunks)
 

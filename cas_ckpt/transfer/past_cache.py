@@ -4,7 +4,7 @@ To fill the page cache costs memory and, where memory is new to a virtual machin
 (docs/decisions/013). What is read this way is verified in the block that it came in, and put into place from there.
 
     1. `not_in_memory` says which chunks are worth it: many bytes of packs that the page cache does not hold
-    2. `read_not_in_memory` tries which way is faster: past the page cache, or through it
+    2. `read_not_in_memory` reads through the page cache as long as that is fast enough, the rest past it
     3. `fill_past_cache` is one pass: read, verify, fill
     4. `verify_past_cache` only verifies: whoever fills later reads, and verifies, once more (`StoredChunk.past_cache`)
 
@@ -42,10 +42,16 @@ BLOCK_BYTES, _LEAST_BLOCK_BYTES = 8 * 1024 * 1024, 1024 * 1024
 GAP_BYTES = 256 * 1024
 
 TRIED_BYTES = 64 * 1024 * 1024
-"""As much is read each way before one is chosen."""
+"""So much is read past the page cache twice before the other way is looked at; the second time is measured."""
+
+SLICE_BYTES = 128 * 1024 * 1024
+"""After so much that was read through the page cache it is looked at whether that is still fast enough."""
+
+WORTH_KEEPING = 1.1
+"""Through the page cache may take so many times as long as past it: what is in it is found again."""
 
 WORTH_A_SECOND_READ = 1.7
-"""Through the page cache may take so many times as long as past it: what is past it is read, and verified, twice."""
+"""The same where what is past the page cache is read, and verified, twice."""
 
 PROBES = 8
 """Places of each pack where it is looked at whether the page cache has it."""
@@ -100,20 +106,25 @@ def read_not_in_memory(
     *,
     worth: float,
 ) -> None:
-    """Read the chunks in the way that turns out to be the faster one.
+    """Read the chunks through the page cache as long as that is fast enough, and the rest past it.
+
+    One look is not enough: memory that was free for a moment only is filled at the rate of the disk, and once it is
+    used up, each page is first fetched from the host.
 
     Args:
         past_cache, through_cache: Read, and verify, some chunks the one way or the other.
         worth: Through the page cache may take so many times as long.
     """
-    first, rest = _cut(chunks, TRIED_BYTES)
-    past_s = _seconds_a_byte(past_cache, first)
-    if available_bytes() < 2 * bytes_to_read(rest):  # pages that are read would drive out one another
+    some, rest = _cut(chunks, TRIED_BYTES)
+    past_cache(some)  # buffers are new memory, which takes longer than the reads
+    some, rest = _cut(rest, TRIED_BYTES)
+    past_s = _seconds_a_byte(past_cache, some)
+    while rest and available_bytes() >= 2 * bytes_to_read(rest):  # else pages would drive out one another
+        some, rest = _cut(rest, SLICE_BYTES)
+        if _seconds_a_byte(through_cache, some) >= worth * past_s:
+            break
+    if rest:
         past_cache(rest)
-        return
-    second, rest = _cut(rest, TRIED_BYTES)
-    through_s = _seconds_a_byte(through_cache, second)
-    (through_cache if through_s < worth * past_s else past_cache)(rest)
 
 
 def _cut(chunks: Sequence[StoredChunk], num_bytes: int) -> tuple[Sequence[StoredChunk], Sequence[StoredChunk]]:
