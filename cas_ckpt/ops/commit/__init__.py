@@ -9,7 +9,8 @@
        that straddle ranks (straddling_cells.py)
     4. what was declared frozen is compared with what was committed before in place of being hashed (frozen.py)
     5. another process can do all of this for one that trains (process/)
-    6. rank 0 publishes: nodes and commit in a meta pack, then the swap of the ref (core/publish.py), then the index
+    6. rank 0 publishes: nodes and commit in a meta pack, then the swap of the ref (core/publish.py), then the index;
+       and tells the other ranks what came of it (outcome.py)
 
 Invariant: before the swap of the ref nothing of a commit is visible, after it everything is there and durable.
 May not know: torch, files, how ranks are reached; states come as containers, tensors and values (objects/state.py).

@@ -46,6 +46,7 @@ from cas_ckpt.ops.commit.merge_states import (
     pack_description,
     unpack_description,
 )
+from cas_ckpt.ops.commit.outcome import Outcome, read_outcome, refusal_message, simple_message, tell_ranks
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence
 from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack
@@ -216,24 +217,20 @@ def _gather_small(merged: MergedState, own: Mapping[Path, TensorItem], peers: Pe
         for piece in shard.pieces
     )
     gathered = peers.gather(message)
-    faults: list[tuple[str, list[int]]] = []
+    told = None
     if gathered is not None:
         views = [memoryview(data) for data in gathered]
+        faults: list[PeerError] = []
         for path, small in merged.small.items():
             small.data = _assemble(path, small, merged, views, faults, warn=warn)
-    first_faults = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
-    if first_faults:
-        raise PeerError(first_faults[0][0], tuple(first_faults[0][1]))
+        told = refusal_message(faults[0]) if faults else simple_message(Outcome.GO_ON)
+    heard = read_outcome(tell_ranks(peers, told))
+    if isinstance(heard, PeerError):
+        raise heard
 
 
 def _assemble(
-    path: Path,
-    small: SmallTensor,
-    merged: MergedState,
-    views: list[memoryview],
-    faults: list[tuple[str, list[int]]],
-    *,
-    warn: bool,
+    path: Path, small: SmallTensor, merged: MergedState, views: list[memoryview], faults: list[PeerError], *, warn: bool
 ) -> bytes:
     key, dtype = render_key(path), raw_dtype(small.spec.item_bytes)
     replica = one_replica(merged.placements(key))
@@ -257,16 +254,18 @@ def _assemble(
             array[piece.slices][~known] = part[~known]
             covered[piece.slices] = True
     if not covered.all():
-        faults.append((f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank", []))
+        faults.append(
+            PeerError(f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank", ())
+        )
     return array.tobytes()
 
 
-def _diverged(text: str, ranks: list[int], kept: str, faults: list[tuple[str, list[int]]], *, warn: bool) -> None:
+def _diverged(text: str, ranks: list[int], kept: str, faults: list[PeerError], *, warn: bool) -> None:
     if warn:
         _LOGGER.warning("%s; the commit holds what %s has", text, kept)
     else:
         remedy = "wrap what each rank is to keep in PerRank (in dcp.save: put the rank into its key)"
-        faults.append((f"{text}: find out why, or {remedy}", ranks))
+        faults.append(PeerError(f"{text}: find out why, or {remedy}", tuple(ranks)))
 
 
 # --- one store, not copies of it ---------------------------------------------------------------

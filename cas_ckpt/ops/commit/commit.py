@@ -14,23 +14,29 @@ makes all ranks raise; the branch moves on rank 0 alone, after every rank's pack
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import IntEnum
-
-import msgpack
 
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Published, publish_commit
-from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
+from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import ConflictError, PeerError
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.layouts import layout_node
 from cas_ckpt.objects.nodes import CommitObject
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.outcome import (
+    Made,
+    Outcome,
+    made_message,
+    read_outcome,
+    refusal_message,
+    simple_message,
+    tell_ranks,
+)
 from cas_ckpt.ops.commit.ranks import save_on_ranks
 from cas_ckpt.ops.commit.request import (
     Ancestry,
@@ -46,14 +52,6 @@ from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors, report_inste
 
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""
-
-
-class _Outcome(IntEnum):
-    """What rank 0 reports to the others."""
-
-    COMMITTED = 0
-    BEGIN_ANEW = 1
-    REFUSED = 2
 
 
 def commit_tree(
@@ -97,7 +95,7 @@ def commit_live(
 def _commit(
     handle: RepositoryHandle, state: Container, request: CommitRequest, peers: Peers, memory: FrozenMemory | None,
     progress: Progress,
-) -> tuple[CommitInfo, str]:  # fmt: skip
+) -> Made:  # fmt: skip
     """The commit, and the branch that it went to."""
     fields = checked_fields(request)
     ancestry, destination = Ancestry(), None
@@ -140,7 +138,7 @@ def _commit(
 def _publish(
     handle: RepositoryHandle, saved: Saved, fields: CommitFields, ancestry: Ancestry, destination: Destination | None,
     peers: Peers, request: CommitRequest, *, keeps_draft: bool,
-) -> tuple[CommitInfo, str]:  # fmt: skip
+) -> Made:  # fmt: skip
     """Rank 0, which has a destination, publishes; every rank gets the commit, or raises what rank 0 decided.
 
     Args:
@@ -159,59 +157,17 @@ def _publish(
                     saved.draft.release()
                 published = publish_commit(handle, publication, destination)
         except GenerationMoved:
-            message = msgpack.packb([_Outcome.BEGIN_ANEW])
+            message = simple_message(Outcome.BEGIN_ANEW)
         except PeerError as refusal:
-            message = msgpack.packb([_Outcome.REFUSED, str(refusal), refusal.ranks])
+            message = refusal_message(refusal)
         else:
             message = _indexed(handle, published, destination.branch, peers)
-    outcome, *answer = msgpack.unpackb(tell_ranks(peers, message))
-    if outcome == _Outcome.BEGIN_ANEW:
+    told = read_outcome(tell_ranks(peers, message))
+    if isinstance(told, Outcome):
         raise GenerationMoved
-    if outcome == _Outcome.REFUSED:
-        raise PeerError(answer[0], tuple(answer[1]))
-    return _commit_told(*answer)
-
-
-def made_message(digest: Digest, data: bytes, branch: str) -> bytes:
-    """What rank 0 tells the others last of a commit that is made."""
-    message: bytes = msgpack.packb([_Outcome.COMMITTED, digest, data, branch])
-    return message
-
-
-def read_made(message: bytes) -> tuple[CommitInfo, str] | None:
-    """The commit and its branch, if the last that was broadcast says that it is made."""
-    found = msgpack.unpackb(message)
-    if not isinstance(found, list) or len(found) != 4 or found[0] != _Outcome.COMMITTED:
-        return None
-    return _commit_told(*found[1:])
-
-
-def tell_ranks(peers: Peers, message: bytes | None) -> bytes:
-    """What rank 0 tells of the commit in the end: its own `message` there, None on the others. Collective.
-
-    Raises:
-        PeerError: not all have heard it; says so if the commit is made.
-    """
-    try:
-        return peers.broadcast(message)
-    except PeerError as error:
-        made = None if message is None else read_made(message)
-        if made is None:
-            raise
-        raise not_all_told(*made, error) from error
-
-
-def not_all_told(made: CommitInfo, branch: str, lost: PeerError) -> PeerError:
-    """Rank 0 has made a commit, and `lost` kept the others from hearing of it."""
-    return PeerError(
-        f"commit {short(bytes.fromhex(made.id))} is made and the branch {branch} names it, but not all ranks have "
-        f"heard of it: {lost}; go on from there",
-        lost.ranks,
-    )
-
-
-def _commit_told(digest: bytes, data: bytes, branch: str) -> tuple[CommitInfo, str]:
-    return info_from_row(commit_row(Digest(digest), data)), branch
+    if isinstance(told, PeerError):
+        raise told
+    return told
 
 
 def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry, request: CommitRequest) -> Publication:

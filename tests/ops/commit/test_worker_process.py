@@ -28,6 +28,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, Lineage
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import (
+    CkptError,
     ConflictError,
     CorruptionError,
     FrozenChangedError,
@@ -480,26 +481,48 @@ def test_a_commit_is_known_to_all_ranks_though_the_worker_of_one_died_around_it(
     assert after.parents == (made.id,)
 
 
-def test_a_rank_whose_worker_dies_where_rank_0_compares_hears_that_no_commit_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "divided_as", "told"),
+    [
+        (None, "die_after_gather", "S(0)", WorkerError),  # rank 0 goes on, and waits for this rank
+        (None, "die_after_gather", "R", PeerError),  # rank 0 finds that replicas differ
+        ("refuse", "die_before_told", None, PeerError),
+        ("fail_to_publish", "die_before_told", None, PeerError),
+        ("fail_to_publish", "die_of_peer_error", None, PeerError),
+    ],
+)
+def test_a_rank_whose_worker_dies_hears_that_no_commit_is_made_and_all_ranks_can_commit_again(
+    tmp_path: Path, of_rank_0: str | None, of_rank_1: str, divided_as: str | None, told: type[CkptError]
+) -> None:
     new_repository(tmp_path / "repo").close()
 
-    def work(peers: Peers) -> Any:
+    def tree(rank: int) -> Container:
+        if divided_as is None:
+            return state({"own": numbers(400, 400)})
+        small = numbers(8) + (rank if divided_as == "R" else 0)  # so small that rank 0 compares it
+        return Container("dict", {"w": divided(small, over(mesh(2), divided_as), rank)})
+
+    def work(peers: Peers) -> tuple[CkptError, CommitInfo]:
         handle = RepositoryHandle.open(tmp_path / "repo")
         commits = CommitWorker(handle)
-        half = divided(numbers(8), over(mesh(2), "S(0)"), peers.rank)  # so small that rank 0 compares it
+        entry = of_rank_1 if peers.rank else of_rank_0
         try:
-            if peers.rank == 1:
-                commits._child = ChildProcess(f"{MODULE}:die_before_compared")
+            if entry is not None:
+                commits._child = ChildProcess(f"{MODULE}:{entry}")
+            with pytest.raises(CkptError) as failed, collective_errors(peers):
+                commits.commit(tree(peers.rank), CommitRequest(), peers=peers)
+            assert handle.head.commit is None
+            commits._discard()
             with collective_errors(peers):
-                return commits.commit(Container("dict", {"w": half}), CommitRequest(), peers=peers)
+                return failed.value, commits.commit(state({"own": numbers(300, 400)}), CommitRequest(), peers=peers)
         finally:
             commits.close()
-            assert handle.head.commit is None
             handle.close()
 
-    found = run_ranks(2, work, outcomes=True)
-    assert isinstance(found[0], PeerError) and isinstance(found[1], WorkerError)
-    assert "not made" in str(found[1])
+    (_, made), (failed, others) = run_ranks(2, work, timeout_s=20)
+    assert made == others
+    assert type(failed) is told
+    assert (told is PeerError) or "not made" in str(failed)
 
 
 @pytest.mark.slow

@@ -3,7 +3,10 @@
 ENTRY = "tests.ops.commit.worker_entries:die_after_7"         SIGKILL right after the seventh effect on the store
 ENTRY = "tests.ops.commit.worker_entries:die_once_published"  SIGKILL once the commit is made (rank 0) or it is told so
 ENTRY = "tests.ops.commit.worker_entries:die_before_told"     SIGKILL where rank 0 tells what came of the commit
-ENTRY = "tests.ops.commit.worker_entries:die_before_compared" SIGKILL where rank 0 tells whether small tensors agree
+ENTRY = "tests.ops.commit.worker_entries:die_after_gather"    SIGKILL once rank 0 has gathered, before it tells
+ENTRY = "tests.ops.commit.worker_entries:die_of_peer_error"   SIGKILL where rank 0 fails before it tells
+ENTRY = "tests.ops.commit.worker_entries:refuse"              rank 0 refuses to publish
+ENTRY = "tests.ops.commit.worker_entries:fail_to_publish"     rank 0 cannot publish
 ENTRY = "tests.ops.commit.worker_entries:full_index"          no commit's rows go into the index
 """
 
@@ -15,14 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.core import handle
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import OutOfSpaceError
+from cas_ckpt.errors import CkptError, OutOfSpaceError, PeerError, StorageError
 from cas_ckpt.index.index import Index
 from cas_ckpt.ops.commit import commit
 from cas_ckpt.ops.commit.process import child
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import Effects, FaultyStore, die_after
+from cas_ckpt.transfer.peers import Peers
 
 MODULE = "tests.ops.commit.worker_entries"
 
@@ -46,10 +51,49 @@ def die_before_told(descriptor: int, parent: int) -> None:
     child.main(descriptor, parent)
 
 
-def die_before_compared(descriptor: int, parent: int) -> None:
-    """SIGKILL once rank 0 has the small tensors that are divided over ranks."""
-    child.AskedPeers.broadcast = _die  # type: ignore[method-assign]
+def die_after_gather(descriptor: int, parent: int) -> None:
+    """SIGKILL once rank 0 has gathered for the first time: the small tensors that are divided over ranks."""
+    gather = child.AskedPeers.gather
+
+    def gather_and_die(peers: child.AskedPeers, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+        gather(peers, message, root=root)
+        return _die()  # type: ignore[no-any-return]
+
+    child.AskedPeers.gather = gather_and_die  # type: ignore[method-assign]
     child.main(descriptor, parent)
+
+
+def die_of_peer_error(descriptor: int, parent: int) -> None:
+    """SIGKILL once it is heard that another rank has failed."""
+    tell = commit.tell_ranks
+
+    def hear_or_die(peers: Peers, message: bytes | None) -> bytes:
+        try:
+            return tell(peers, message)
+        except PeerError:
+            return _die()  # type: ignore[no-any-return]
+
+    commit.tell_ranks = hear_or_die
+    child.main(descriptor, parent)
+
+
+def refuse(descriptor: int, parent: int) -> None:
+    """Rank 0 finds that all ranks have to raise."""
+    commit.publish_commit = _raising(PeerError("rank 1 has not written what it says", (1,)))
+    child.main(descriptor, parent)
+
+
+def fail_to_publish(descriptor: int, parent: int) -> None:
+    """Rank 0 fails by itself."""
+    commit.publish_commit = _raising(StorageError("the disk is out"))
+    child.main(descriptor, parent)
+
+
+def _raising(error: CkptError) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def _die(*_: Any, **__: Any) -> Any:

@@ -33,8 +33,8 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
-from cas_ckpt.ops.commit.commit import made_message, not_all_told, read_made, tell_ranks
 from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.outcome import Made, Outcome, made_message, not_all_told, read_outcome, tell_ranks
 from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH, SIGN
 from cas_ckpt.ops.commit.process.packing import (
     Identities,
@@ -257,11 +257,11 @@ class CommitWorker:
         self._discard()
         handle = self._handle
         handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
-        if asked is not None and asked.is_to_be_told:
-            asked.told = tell_ranks(peers, None)  # rank 0 has all that this rank had to give: it may publish
-        told = None if asked is None or asked.told is None else read_made(asked.told)
-        if told is not None:
-            made, branch = told
+        heard = None if asked is None else asked.hear()
+        if isinstance(heard, PeerError):
+            raise heard from ended  # as all ranks do: nobody waits for what this one would report
+        if isinstance(heard, tuple):
+            made, branch = heard
             handle.head = Head(branch, made.id)
         else:
             branch = request.branch or handle.head.branch or handle.config.default_branch
@@ -278,9 +278,11 @@ class CommitWorker:
         """The commit that the child made, as it announced it; it has died.
 
         Raises:
-            WorkerError: it made none, or that cannot be found out.
+            WorkerError: it made none, or that cannot be found out. PeerError: it made none, and all ranks know why.
         """
-        not_made = WorkerError(f"the commit is not made: its worker {ended}; commit again")
+        not_made: CkptError = WorkerError(f"the commit is not made: its worker {ended}; commit again")
+        if asked is not None and asked.lost is not None:
+            not_made = asked.lost
         if asked is None or asked.published is None:
             raise not_made from ended
         digest = asked.published[0]
@@ -345,8 +347,6 @@ class _Asked:
 
     Attributes:
         published: The commit that the ref was about to be swapped to, id and bytes; None: it has not come so far.
-        told: What rank 0 has told all ranks last; of a commit that is made, that it is.
-        is_to_be_told: Rank 0 has gathered from this rank, and now tells all ranks what came of it.
         lost: How the work with the other ranks has ended before.
     """
 
@@ -362,8 +362,8 @@ class _Asked:
         self._numbers: dict[int, int] = {}
         self._slots: dict[int, tuple[Arena, int]] = {}
         self.published: tuple[Digest, bytes] | None = None
-        self.told: bytes | None = None
-        self.is_to_be_told = False
+        self._has_given = False  # what rank 0 has gathered, which tells all ranks now what came of it
+        self._told: bytes | None = None
         self.lost: PeerError | None = None
 
     def number(self, source: ArraySource, item: TensorItem) -> list[Any]:
@@ -420,19 +420,33 @@ class _Asked:
 
     def _collective(self, method: str, arguments: list[Any], named: Mapping[str, Any]) -> Any:
         if method == "fail":
+            self._has_given, self._told = False, None
             report_instead(self._peers, unpack_error(arguments[0]))
             return None
         if method not in _METHODS:
             raise InternalError(f"a worker process asks for the collective {method!r}, which nobody knows here")
+        had_given, self._has_given, self._told = self._has_given, False, None
         try:
             found = getattr(self._peers, method)(*arguments, **named)
         except PeerError as error:
             self.lost = error
             raise
-        if method == "broadcast":
-            self.told = found
-        self.is_to_be_told = method == "gather" and found is None
+        if method == "broadcast" and had_given:
+            self._told = found
+        self._has_given = method == "gather"
         return list(map(bytes, found)) if isinstance(found, list) else found
+
+    def hear(self) -> Outcome | Made | PeerError | None:
+        """What rank 0 told last of the commit, if the worker has done nothing with the other ranks since.
+
+        Collective where it is still to come: the worker has died, and rank 0 has what it gathered from this rank.
+
+        Raises:
+            PeerError: the work of the ranks ended before.
+        """
+        if self._has_given and self._peers.rank:
+            self._told = tell_ranks(self._peers, None)
+        return None if self._told is None else read_outcome(self._told)
 
     def note(self, name: str, arguments: list[Any]) -> None:
         """See `child_process.Note`. What it raises ends the commit, at the latest when it is to be published."""
