@@ -25,7 +25,6 @@ from sqlalchemy import Connection, text
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.index.database import OBJECTS_BY_ID, rows_by_number
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
-from cas_ckpt.index.manifests import MOST_DATA_BYTES
 from cas_ckpt.index.places import Matcher, Place, open_places
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.trees import CHILD, CONTAINER, FORM, MAX_DEPTH, Row, Tree, read_digests, read_trees, root_numbers
@@ -219,7 +218,7 @@ class _Search:
         self._composites: dict[int, ListedEntry] = {}
         of_spec = wanted.dtype is not None or wanted.shape is not None
         if of_spec or wanted.min_bytes or wanted.max_bytes is not None:
-            self._choose_specs(specs, rare=of_spec or (wanted.min_bytes or 0) > MOST_DATA_BYTES)
+            self._choose_specs(specs, rare=of_spec or bool(wanted.min_bytes))
         if wanted.holding is not None:
             number = next((number for _, number, _ in OBJECTS_BY_ID.rows(connection, [wanted.holding])), None)
             self._holding = set() if number is None else _climb(connection, {number})

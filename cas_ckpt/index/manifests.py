@@ -1,7 +1,7 @@
 """What nodes say becomes rows, and goes with them: entries of trees, dtypes and shapes, grids, layouts.
 
     t_trees, t_entries   a tree node or page, and what it lists: one set of rows for each distinct node
-    t_specs              the distinct dtypes and shapes; t_node_specs: which nodes list tensors of each, or long values
+    t_specs              the distinct dtypes and shapes; t_node_specs: which nodes list tensors of each
     t_tensors            tensor nodes: how a tensor of several chunks is cut
     t_layouts and those below it: see layouts.py
 
@@ -82,8 +82,8 @@ def content_rows(
         tree_rows.append(_tree_row(number, tree))
         rows = _entry_rows(number, tree, specs, numbers)
         entry_rows += rows
-        counts = Counter(_looked_for(tree, rows))
-        counted += [(spec_id, number, times) for spec_id, times in counts.items()]
+        counts = Counter([row[_SPEC_ID] for row in rows])
+        counted += [(spec_id, number, times) for spec_id, times in counts.items() if spec_id is not None]
         for position, row in enumerate(tree.rows if any("\ufffd" in row[_NAME] for row in rows) else ()):
             if (raw := _name(row[0])[1]) is not None:
                 raw_names.append((number, position, raw))
@@ -97,18 +97,6 @@ def content_rows(
     }
 
 
-def _looked_for(tree: RawTree, rows: Sequence[_EntryRow]) -> list[int]:
-    """The numbers of dtypes, shapes and lengths by which nodes are looked for: nobody looks for short values by length.
-
-    Nodes hold values of many lengths, and each would be a row far from the others.
-    """
-    return [
-        row[_SPEC_ID]
-        for row, said in zip(rows, tree.rows, strict=True)
-        if row[_SPEC_ID] is not None and (row[_FORM] != _VALUE or len(said[-1]) > MOST_DATA_BYTES)
-    ]
-
-
 SpecPair = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor; a plain value has no dtype, and its length for a shape."""
 
@@ -117,7 +105,6 @@ SpecNumbers = Mapping[SpecPair, int]
 
 _EntryRow = tuple[int, int, str, int, int | None, int | None, bytes | None]
 _NAME: Final = 2
-_FORM: Final = 3
 _SPEC_ID: Final = 4
 """Places of these columns."""
 

@@ -337,11 +337,11 @@ NODE_SPECS = Table(
     "t_node_specs",
     METADATA,
     _key("spec_id", Integer),  # the dtype and shape
-    _key("node_id", BigInteger),  # a tree node or page with such among its own entries; values of > 16 bytes only
+    _key("node_id", BigInteger),  # a tree node or page with such tensors among its own entries
     Column("num_entries", Integer, nullable=False),  # how many of them
     sqlite_with_rowid=False,
 )
-"""Which nodes list tensors of a dtype and shape, or values of a length: the way from there to commits."""
+"""Which nodes list tensors of a dtype and shape: the way from there to commits."""
 
 TENSORS = Table(
     "t_tensors",
