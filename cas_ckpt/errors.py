@@ -33,7 +33,6 @@ command line returns for that kind of error.
 
 from __future__ import annotations
 
-import copy
 from pathlib import PurePath
 from typing import TypeVar
 
@@ -242,6 +241,6 @@ def _cut(text: str) -> str:
 
 def reworded(error: E, message: str) -> E:
     """The same error, all of its attributes too, with another message: to be raised from the first."""
-    made = copy.copy(error)
-    made.args = (message,)
+    made = type(error).__new__(type(error), message)  # not called: some take other arguments than a message
+    vars(made).update(vars(error))
     return made

@@ -8,7 +8,12 @@ import msgpack
 import pytest
 
 from cas_ckpt import errors
+from cas_ckpt.dcp.storage.writer import RankLost
 from cas_ckpt.errors import CkptError, MemoryBudgetError, PartialRestoreError, PeerError, reworded
+from cas_ckpt.index.trees import RowsMissingError
+from cas_ckpt.storage.bucket import ConditionFailed
+from cas_ckpt.storage.gcs_requests import NotThere
+from cas_ckpt.storage.object_reads import EndsBefore
 from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CkptError)]
@@ -47,11 +52,22 @@ def test_names_that_are_no_attributes_of_an_error_are_refused() -> None:
         assert getattr(found, "ok", (1,)) == (1,)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_reworded_error_is_of_the_same_kind_and_keeps_what_it_has(kind: type[CkptError]) -> None:
-    error = kind("w: cut short")
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(kind("w: cut short") for kind in KINDS),
+        ConditionFailed("w: cut short", retried=True),
+        EndsBefore("w", 5),
+        NotThere("w: cut short", is_bucket=True),
+        RankLost("w: cut short", (0,)),
+        RowsMissingError([b"1" * 32]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_reworded_error_is_of_the_same_kind_and_keeps_what_it_has(error: CkptError) -> None:
+    before = str(error)
     error.overwritten = ("w",)
     error.ranks = (1, 2)  # type: ignore[attr-defined]
     made = reworded(error, "repo: w: cut short")
-    assert type(made) is kind and str(made) == "repo: w: cut short"
-    assert vars(made) == vars(error) and str(error) == "w: cut short"
+    assert type(made) is type(error) and str(made) == "repo: w: cut short"
+    assert vars(made) == vars(error) and str(error) == before
