@@ -234,13 +234,13 @@ def test_an_index_that_is_replaced_holds_up_no_other_repository_and_may_take_its
     server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever replaces it lists all packs meanwhile, and does nothing else in the transaction."""
-    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(postgres, "IDLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(postgres, "IDLE_TIMEOUT_S", 2.0)  # more than a busy machine takes
 
     def another_is_replaced(_: object) -> Change:
         with Index.open(server_url, store_id="store-3") as other, index_beside(server_url, store_id="store-3") as made:
             replace_rows(other, made, lambda _: Change())
-        time.sleep(0.5)
+        time.sleep(2.5)
         return Change()
 
     with Index.open(server_url, store_id="store-2") as index, index_beside(server_url, store_id="store-2") as made:

@@ -80,6 +80,7 @@ def publish(handle: RepositoryHandle, root: Digest, others: Sequence[Node]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
 @pytest.mark.parametrize(("made", "number"), [(leaves, 150_000), (many_lists, 15_000)])
 def test_a_long_pack_of_nodes_is_indexed_in_little_memory(
