@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cas_ckpt import MemoryBudgetError, memory
-from cas_ckpt.memory import DEFAULT_BYTES, LEAST_DEFAULT_BYTES, available_bytes, check_memory, memory_budget
+from cas_ckpt.memory import DEFAULT_BYTES, LEAST_DEFAULT_BYTES, available_bytes, check_memory, memory_budget, new_buffer
 
 GB, MB = 1000**3, 1000**2
 
@@ -103,3 +105,18 @@ def test_what_is_given_is_refused_if_it_is_too_little_and_the_default_never_is()
     assert caught.value.least_bytes == 1000
     check_memory(1000, 1000, "a commit")
     check_memory(None, 10**18, "a commit")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="large pages are Linux's")
+def test_a_buffer_for_disks_is_of_large_pages_and_of_this_process_alone() -> None:
+    buffer = new_buffer(8 << 20)
+    address = np.frombuffer(buffer, np.uint8).ctypes.data
+    mapping = flags = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = line.split()[0].split("-")
+        if len(span) == 2:
+            mapping = line.split()[1] if int(span[0], 16) <= address < int(span[1], 16) else ""
+        elif mapping and line.startswith("VmFlags:"):
+            assert mapping == "rw-p"
+            flags = line
+    assert flags.split()[1:].count("hg") == 1

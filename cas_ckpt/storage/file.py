@@ -24,7 +24,6 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
-import mmap
 import os
 import re
 import stat
@@ -39,6 +38,7 @@ from typing import Self
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import NotFoundError, StorageError
+from cas_ckpt.memory import new_buffer
 from cas_ckpt.storage.disk import (
     Descriptor,
     DescriptorCache,
@@ -133,8 +133,7 @@ class FileWriter:
         except IndexError:
             self._buffer = memoryview(b"")
         if self._buffer.nbytes != buffer_bytes:
-            # Private, which mmap is not by itself: kept buffers outlive a fork, and two processes must not share one.
-            self._buffer = memoryview(mmap.mmap(-1, buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            self._buffer = memoryview(new_buffer(buffer_bytes))
         self._filled = 0
 
     def write(self, data: Buffer) -> None:

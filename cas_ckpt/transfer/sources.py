@@ -28,6 +28,7 @@ import numpy as np
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.memory import new_buffer
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
@@ -83,7 +84,7 @@ def new_memory(num_bytes: int) -> Array:
     """
     if num_bytes < _MAPPED_BYTES:
         return np.empty(num_bytes, np.uint8)
-    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    return np.frombuffer(new_buffer(num_bytes), np.uint8)
 
 
 class Source(Protocol):

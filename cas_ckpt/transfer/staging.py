@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from cas_ckpt.errors import InternalError, TooLargeError
+from cas_ckpt.memory import ask_for_large_pages
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.transfer.hashing import as_raw, stretches
@@ -79,8 +80,7 @@ class Arena:
         self._view()
 
     def _advise(self) -> None:
-        with suppress(OSError):  # a kernel without it: slower, not wrong
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_large_pages(self._map)
         if not self.shared and not self.kept_by_children:
             # A child never looks at it. Were its bytes the child's too, every page would be copied once more after each
             # fork, such as for the workers of a data loader. The mapping itself stays: the child has this object too,
