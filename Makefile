@@ -73,6 +73,7 @@ define install
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt -r $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(@D)/bin/python -m compileall -q cas_ckpt  # else, under PYTHONDONTWRITEBYTECODE, each process compiles it anew
 	touch $@
 endef
 
