@@ -42,6 +42,7 @@ from sqlalchemy import (
     Table,
     any_,
     bindparam,
+    literal_column,
     select,
     text,
 )
@@ -398,19 +399,23 @@ class KeyQuery:
         for start in range(0, len(ordered), KEYS_PER_QUERY):
             batch = ordered[start : start + KEYS_PER_QUERY]
             num_keys = min(1 << (len(batch) - 1).bit_length(), KEYS_PER_QUERY)
-            text, fixed = _asking(self, connection.dialect, num_keys)
+            (begin, end), fixed = _asking(self, connection.dialect)
             asked = [*fixed, *batch, *[batch[-1]] * (num_keys - len(batch))]
-            yield from driver.execute(text, asked).fetchall()
+            yield from driver.execute(f"{begin}{', '.join('?' * num_keys)}{end}", asked).fetchall()
 
 
-@lru_cache(maxsize=256)
-def _asking(asked: KeyQuery, dialect: Dialect, num_keys: int) -> tuple[str, tuple[Any, ...]]:
-    """The text of the question with `num_keys` places, and what the query itself binds before them."""
-    text, values = _compiled(asked.query.where(asked.column.in_([None] * num_keys)), dialect)
-    return text, values[: len(values) - num_keys]
+@lru_cache(maxsize=64)
+def _asking(asked: KeyQuery, dialect: Dialect) -> tuple[tuple[str, str], tuple[Any, ...]]:
+    """The text of the question before and after the places of keys, and what the query itself binds before them.
+
+    Without these places: to compile a question takes a millisecond or more, so it is done once for any number of keys.
+    """
+    text, values = _compiled(asked.query.where(asked.column.op("IN")(literal_column(f"({_PLACES})"))), dialect)
+    begin, end = text.split(_PLACES)
+    return (begin, end), values
 
 
-_KEYS = "keys"
+_KEYS, _PLACES = "keys", "{keys}"
 
 
 @lru_cache(maxsize=64)
