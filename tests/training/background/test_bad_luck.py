@@ -144,6 +144,18 @@ def test_an_interrupt_while_the_state_is_copied_leaves_no_commit_and_no_memory_t
     assert repo.commit_async(state_of(2)).result().parents == ()
 
 
+def test_draining_takes_no_longer_than_it_may_and_says_that_something_is_pending(repo: Repository) -> None:
+    found: list[bool] = []
+    with Held(repo):
+        pending = repo.commit_async(state_of(1), step=1)
+        draining = threading.Thread(target=lambda: found.append(repo.drain(timeout_s=0.01)))
+        draining.start()
+        draining.join(30)
+        assert found == [False] and not pending.done()
+    assert repo.drain(60) and pending.done()
+    assert value_at(repo, "main") == 1
+
+
 # ------------------------------------------------------------ callbacks
 
 
