@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cas_ckpt import Repository, StateChangedError
-from cas_ckpt.errors import BackgroundCommitError, CancelledError
-from cas_ckpt.training.background import lazy, step_hook
+from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingError
+from cas_ckpt.training.background import lazy, staged, step_hook
 from cas_ckpt.training.background.staged import Snapshot
 from cas_ckpt.transfer import staging
 from tests.training.background.loops import KINDS, Training
@@ -376,6 +376,35 @@ def test_memory_goes_back_only_when_nothing_is_copied_into_it_any_more(repo: Rep
     assert cancelling.is_alive() and snapshot.arenas
     held.go_on.set()
     cancelling.join(TIMEOUT_S)
+    assert not snapshot.arenas
+
+
+def test_memory_into_which_a_copy_goes_on_beside_the_commit_goes_back_when_that_copy_has_ended(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the state does not fit, the commit runs beside the thread that stages, and may end before it."""
+    caller, copies = threading.get_ident(), staged.copy_all
+    is_copying, go_on = threading.Event(), threading.Event()
+
+    def held(some: Any, **how: Any) -> None:
+        if threading.get_ident() != caller:
+            is_copying.set()
+            assert go_on.wait(TIMEOUT_S)
+        copies(some, **how)
+
+    monkeypatch.setattr(staged, "copy_all", held)
+    training = Training()
+    wanted = root_of(training)
+    pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=70_000)
+    snapshot = pending._snapshot
+    assert snapshot is not None and is_copying.wait(TIMEOUT_S)
+    while repo.latest() is None:
+        pass
+    with pytest.raises(StillPendingError):
+        pending.result(0.1)
+    assert snapshot.arenas
+    go_on.set()
+    assert pending.result().root == wanted
     assert not snapshot.arenas
 
 
