@@ -202,6 +202,33 @@ def test_a_child_has_nothing_of_its_parents_pending_commits(path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_child_that_is_forked_while_a_commit_is_pending_commits_in_the_background_by_itself(path: Path) -> None:
+    done = run(path, """
+        repo._committing.acquire()
+        pending = repo.commit_async(state, step=2)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(30)  # rather than wait for a thread that is not there
+            own = state_of(3)
+            made = repo.commit_async(own, step=3, branch="child", orphan=True)
+            spoil(own)
+            assert made.result().step == 3
+            repo.close()
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        repo._committing.release()
+        assert status == 0
+        spoil(state)
+        pending.result()
+        repo.close()
+    """)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with Repository.open(path) as repo:
+        assert holds(repo, 2)
+        assert all(torch.equal(repo.load("child")[name], state_of(3)[name]) for name in ("v", "w"))
+
+
+@pytest.mark.slow
 def test_a_preempted_job_drains_and_ends(path: Path) -> None:
     done = run(path, """
         asked = threading.Event()
