@@ -40,6 +40,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -51,11 +52,12 @@ from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.progress import SILENT
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer import child_process
 from cas_ckpt.transfer.child_process import ChildProcess
 from cas_ckpt.transfer.peers import Peers, collective_errors
-from tests.builders import new_repository, numbers, same_bytes, state, stored_arrays, tensor
+from tests.builders import ArrayMemory, new_repository, numbers, same_bytes, state, stored_arrays, tensor
 from tests.committing import new_store, on
 from tests.crash.citizen import EAGER
 from tests.divided import divided, mesh, over
@@ -321,6 +323,50 @@ def test_what_is_asked_before_publishing_can_end_the_commit(commits: CommitWorke
             break
     assert wanted > 1 and times < wanted
     assert head_of(handle) != head
+
+
+def test_the_last_question_whether_a_commit_is_wanted_comes_when_all_is_saved(
+    commits: CommitWorker, handle: RepositoryHandle
+) -> None:
+    """What has changed in the very end is not published."""
+    put(commits, {"a": 1})
+    head, finished = head_of(handle), threading.Event()
+
+    def refuse_once_all_is_saved() -> None:
+        if finished.is_set():
+            raise CorruptionError("the snapshot does not hold")
+
+    with pytest.raises(CorruptionError):
+        put(
+            commits, {"w": numbers(300, 300)}, check=refuse_once_all_is_saved,
+            progress=Mock(wraps=SILENT, finish=finished.set),
+        )  # fmt: skip
+    assert finished.is_set() and head_of(handle) == head == handle.head.commit
+
+
+def test_a_commit_that_is_not_wanted_is_broken_off_before_all_is_read(
+    commits: CommitWorker, handle: RepositoryHandle
+) -> None:
+    put(commits, {"a": 1})
+    head, pid, num_read = head_of(handle), commits.pid, 0
+
+    class Counted(ArrayMemory):
+        def read(self, box: Box) -> np.ndarray[Any, Any]:
+            nonlocal num_read
+            num_read += 1
+            return super().read(box)
+
+    def refuse() -> None:
+        raise CorruptionError("nobody wants it")
+
+    items = {str(number): tensor(numbers(300, 300, seed=number)) for number in range(30)}
+    for each in items.values():
+        each.source = Counted(each.source.array)
+    with pytest.raises(CorruptionError, match="nobody wants it"):
+        put(commits, items, check=refuse, num_threads=1)
+    assert num_read < len(items)
+    assert head_of(handle) == head == handle.head.commit
+    assert put(commits, {"a": 2}).parents == (head,) and commits.pid == pid
 
 
 def test_a_commit_that_the_index_does_not_take_is_made_and_said_to_be(
