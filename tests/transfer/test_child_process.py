@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from tests.no_threads import no_thread_can_be_started
 from tests.processes import PIPE, Forked
 from tests.transfer.child_work import ENTRY, parent_of_one
 
+PR_SET_CHILD_SUBREAPER = 36
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -203,6 +205,24 @@ def test_a_child_ends_with_a_parent_that_is_killed(how: str) -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_until_gone(pid)
+
+
+def test_a_stopped_child_is_not_left_to_whoever_takes_in_the_children_of_its_parent() -> None:
+    """Where that is in one session with it, the kernel lets it go on stopped: nothing but its own request ends it."""
+    _take_in_grandchildren(True)
+    try:
+        with Forked(_parent, {"stopped": True}, stdout=PIPE) as parent:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            parent.kill()
+        wait_until_gone(pid)
+        os.waitpid(pid, 0)
+    finally:
+        _take_in_grandchildren(False)
+
+
+def _take_in_grandchildren(is_wanted: bool) -> None:
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0) == 0
 
 
 def _parent(given: dict[str, bool]) -> None:
