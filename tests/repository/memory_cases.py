@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,36 @@ def few_large_tensors(folder: str, encoding: str, memory_bytes: int | None) -> P
             options["memory_bytes"] = memory_bytes + rows_bytes
         peak = peak_of(lambda: repo.import_file(f"{folder}/new.safetensors", branch="new", **options))
         peaks["import"] = peak - rows_bytes
+    return peaks
+
+
+def one_huge_tensor(folder: str, memory_bytes: int) -> Peaks:
+    """Of 1 GB."""
+    state = {"w": torch.zeros(16_384, 16_384)}
+    options: dict[str, Any] = {"num_threads": 8, "memory_bytes": memory_bytes}
+    with Repository.init(f"{folder}/repo", group=None) as repo:
+        import_everything(repo, folder)
+        randomize(state, 1)
+        peaks = {"commit": peak_of(lambda: repo.commit(state, branch="main", create=True, **options))}
+        peaks["checkout"] = peak_of(lambda: repo.checkout("main", into=state, **options))
+        peaks["one pass"] = peak_of(lambda: repo.checkout("main", into=state, atomic=False, **options))
+        peaks["load"] = peak_of(lambda: repo.load("main", **options))
+    return peaks
+
+
+def in_the_background(folder: str, staging_bytes: int, memory_bytes: int) -> Peaks:
+    """Commits that do not fit the memory for staging; what they hold besides that."""
+    model = torch.nn.ParameterDict({f"w{number}": torch.zeros(4096, 4096) for number in range(4)})
+    options: dict[str, Any] = {"num_threads": 8, "memory_bytes": memory_bytes, "staging_bytes": staging_bytes}
+    peaks = {}
+    with Repository.init(f"{folder}/repo", group=None) as repo:
+        import_everything(repo, folder)
+        repo.commit_async({"w": torch.zeros(1000)}, branch="main", create=True).result()
+        for seed, snapshot in enumerate(("copy", "lazy")):
+            randomize({name: param.data for name, param in model.items()}, seed)
+            call = partial(repo.commit_async, {"model": model}, snapshot=snapshot, **options)
+            peaks[snapshot] = peak_of(lambda call=call: call().result().id)  # type: ignore[misc]
+    peaks["copy"] -= staging_bytes  # it is warm then
     return peaks
 
 

@@ -31,6 +31,18 @@ def test_verbs_on_few_large_tensors_keep_to_a_small_budget(tmp_path: Path, encod
     assert not above(peaks, budget)
 
 
+def test_verbs_on_a_tensor_of_a_gigabyte_keep_to_a_small_budget(tmp_path: Path) -> None:
+    budget = 72 * MB
+    (peaks,) = results(run_processes(1, f"{CASES}one_huge_tensor", str(tmp_path), budget, timeout_s=120))
+    assert not above(peaks, budget)
+
+
+def test_commits_in_the_background_keep_to_their_memory_for_staging_and_their_budget(tmp_path: Path) -> None:
+    staging, budget = 64 << 20, 72 * MB
+    (peaks,) = results(run_processes(1, f"{CASES}in_the_background", str(tmp_path), staging, budget, timeout_s=120))
+    assert not above(peaks, budget)
+
+
 def test_verbs_on_a_hundred_thousand_small_tensors_keep_to_the_default(tmp_path: Path) -> None:
     outcomes = run_processes(1, f"{CASES}many_small_tensors", str(tmp_path), timeout_s=120)
     (peaks,) = results(outcomes)
