@@ -206,6 +206,25 @@ def test_a_save_waits_for_the_one_before_it_and_both_keep_their_values(
     assert first.result().storage_meta.save_id == repo.log("main")[1].id and len(repo.log("main")) == 2
 
 
+def test_a_call_returns_when_the_save_before_it_has_ended_so_that_one_copy_is_held_at_a_time(
+    repo: Repository, somebody_waits: threading.Event
+) -> None:
+    first_writer = _Waits(repo, step=1)
+    first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=first_writer)
+    assert first_writer.writing.wait(60)
+    second: list[Any] = []
+    writer = CasStorageWriter(repo, step=2)
+    calling = _in_a_thread(lambda: second.append(dcp.async_save({"w": torch.zeros(5000)}, storage_writer=writer)))
+    assert somebody_waits.wait(60)
+    calling.join(0.3)
+    assert not second and not first.done()
+    first_writer.go_on.set()
+    calling.join(60)
+    assert first.done()
+    second[0].result()
+    assert [commit.step for commit in repo.log()] == [2, 1]
+
+
 def test_a_save_waits_through_whatever_writer_the_one_before_it_went(
     repo: Repository, somebody_waits: threading.Event
 ) -> None:
