@@ -10,13 +10,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import CancelledError, InvalidInputError, Policy, Repository, StillPendingError
+from cas_ckpt import CancelledError, InvalidInputError, Policy, Repository, StillPendingError, memory
 from cas_ckpt.errors import FrozenChangedError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.background import staged
@@ -302,6 +303,22 @@ def test_no_more_are_in_flight_than_the_call_allows(repo: Repository) -> None:
         assert repo._background is not None
         seen.append(len(repo._background.queue.pending()))
     assert max(seen) <= 2
+
+
+@pytest.mark.parametrize("num_neighbours", [1, 2])
+def test_by_default_the_ranks_of_a_machine_stage_in_half_of_what_is_available(
+    repo: Repository, num_neighbours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 16384 kB\n")
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    repo._ranks.num_neighbours = num_neighbours
+    state = {"w": torch.ones(4 << 20)}
+    pending = repo.commit_async(state)
+    state["w"].zero_()
+    pending.result()
+    assert repo.load("main")["w"].min() == 1
+    assert repo._background is not None and repo._background._pool is not None
+    assert repo._background._pool.held_bytes == (8 << 20) // num_neighbours
 
 
 def test_memory_of_the_live_state_and_of_the_staged_one_is_given_back(repo: Repository) -> None:
