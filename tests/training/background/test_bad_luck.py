@@ -193,6 +193,35 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(
 # ------------------------------------------------------------ others at the same time
 
 
+def test_an_error_that_leaves_the_block_of_a_repository_waits_for_what_is_pending(tmp_path: Path) -> None:
+    pending: list[PendingCommit] = []
+
+    def fail() -> None:
+        with Repository.init(tmp_path / "repo") as repo:
+            repo._committing.acquire()
+            pending.append(repo.commit_async(state_of(1), step=1))
+            threading.Timer(0.2, repo._committing.release).start()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert pending[0].done() and pending[0].result().step == 1
+    with Repository.open(tmp_path / "repo") as repo:
+        assert value_at(repo, "main") == 1
+
+
+def test_what_is_said_of_a_commit_is_what_was_said_at_the_call(repo: Repository) -> None:
+    words: dict[str, Any] = {"metrics": {"loss": 0.5}, "meta": {"x": [1]}, "provenance": {"job": 3}}
+    with Held(repo):
+        pending = repo.commit_async(state_of(1), **words)
+        words["metrics"]["loss"] = 9.0
+        words["meta"]["x"].append(2)
+        words["provenance"]["job"] = 4
+    made = pending.result()
+    assert made.metrics == {"loss": 0.5} and made.meta == {"x": [1]}
+    assert repo.show(made.id).provenance["job"] == 3
+
+
 def test_a_commit_that_no_thread_can_be_started_for_fails_the_call_and_holds_nobody(repo: Repository) -> None:
     with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(RuntimeError, match="can't start"):
         repo.commit_async(state_of(1))
