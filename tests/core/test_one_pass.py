@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from cas_ckpt import Repository
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.refs import UNKNOWN_HEAD
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.commit.commit import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer import past_cache
-from tests.builders import new_repository
+from cas_ckpt.transfer.peers import Peers
+from tests.builders import new_repository, numbers
+from tests.divided import divided, mesh, over
+from tests.thread_peers import run_ranks
 
 STATE = {
     "square": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024),
@@ -116,10 +127,53 @@ def test_a_flipped_bit_is_found_and_what_was_overwritten_is_named(made: Path, pa
     _check_overwritten(caught.value, target)
 
 
-def _check_overwritten(error: CkptError, target: dict[str, torch.Tensor]) -> None:
+def _check_overwritten(error: CkptError, target: Mapping[str, Any]) -> None:
     for name, tensor in target.items():
         assert name in error.overwritten or (tensor == 7).all(), name
     assert all(name in str(error) for name in error.overwritten)
+
+
+def test_a_tensor_of_which_several_ranks_wrote_parts_is_named_if_one_part_is_damaged(tmp_path: Path) -> None:
+    """Each part is put into place as it arrives."""
+    rows = numbers(600, 300)
+    new_repository(tmp_path / "repo").close()
+
+    def work(peers: Peers) -> None:
+        part = divided(rows, over(mesh(3), "S(0)"), peers.rank)
+        with closing(RepositoryHandle.open(tmp_path / "repo")) as handle:
+            commit_tree(handle, Container("dict", {"w": part}), CommitRequest(), peers=peers)
+
+    run_ranks(3, work)
+    found = extents(tmp_path / "repo")
+    assert len(found) == 3 and len({info.digest for _, info in found}) == 1
+    for pack, info in found:
+        flip(pack, info.end - 1)
+        target = {"w": np.full(rows.shape, 7, np.float32)}
+        with Repository.open(tmp_path / "repo", group=None) as repo, pytest.raises(CorruptionError) as caught:
+            repo.checkout("main", into=target, atomic=False, num_threads=1)
+        _check_overwritten(caught.value, target)
+        flip(pack, info.end - 1)
+
+
+def test_no_more_than_two_blocks_are_on_their_way_at_a_time(
+    made: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "past it":
+        pytest.skip("the page cache reads ahead by itself")
+    skip_without_direct_reads(made)
+    read, third = FileStore.read_past_cache, threading.Barrier(3)
+
+    def waiting(self: FileStore, key: str, offset: int, target: memoryview) -> int | None:
+        with suppress(threading.BrokenBarrierError):
+            third.wait(0.5)
+        return read(self, key, offset, target)
+
+    monkeypatch.setattr(FileStore, "read_past_cache", waiting)
+    monkeypatch.setattr(past_cache, "BLOCK_BYTES", 1 << 20)
+    with Repository.open(made, group=None) as repo:
+        repo.checkout("main", into=(target := blank()), atomic=False, num_threads=6)
+    assert third.broken
+    assert all(torch.equal(target[name], tensor) for name, tensor in STATE.items())
 
 
 def test_a_pack_that_is_cut_short_or_gone_is_found(made: Path) -> None:
