@@ -25,6 +25,7 @@ class ForgetfulStore(FileStore):
     """A file store whose medium keeps nothing in memory; may damage what it is asked a second time."""
 
     damage_later = False
+    intact_reads = 0
     bytes_read = 0
 
     def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
@@ -39,7 +40,9 @@ class ForgetfulStore(FileStore):
         done = super().read_into(key, offset, target)
         self.bytes_read += target.nbytes
         if self.damage_later and getattr(self, "asked", False):
-            target[0] ^= 1
+            self.intact_reads -= 1
+            if self.intact_reads < 0:
+                target[0] ^= 1
         return done
 
 
@@ -85,6 +88,17 @@ def test_a_medium_that_changes_its_mind_between_the_passes_is_found(tmp_path: Pa
     store.damage_later = True
     with pytest.raises(CorruptionError, match=r"wide|tall"):
         restored(RepositoryHandle.on_store(store, index_url=":memory:"), info.root, empty_targets())
+
+
+def test_what_was_written_into_before_a_medium_changed_its_mind_is_named(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo", encoding="raw")
+    info = commit(handle, STATE)
+    store = ForgetfulStore(tmp_path / "repo")
+    store.damage_later, store.intact_reads, targets = True, 2, empty_targets()
+    with pytest.raises(CorruptionError) as caught:
+        restored(RepositoryHandle.on_store(store, index_url=":memory:"), info.root, targets)
+    written = {name for name, target in targets.items() if target.any()}
+    assert written and written <= set(caught.value.overwritten)
 
 
 def test_one_chunk_fills_every_tensor_that_has_it(tmp_path: Path) -> None:

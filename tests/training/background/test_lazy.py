@@ -395,9 +395,10 @@ def test_memory_into_which_a_copy_goes_on_beside_the_commit_goes_back_when_that_
     monkeypatch.setattr(staged, "copy_all", held)
     training = Training()
     wanted = root_of(training)
-    pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=70_000)
-    snapshot = pending._snapshot
-    assert snapshot is not None and is_copying.wait(TIMEOUT_S)
+    with repo._turn():  # the commit has to wait
+        pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=70_000)
+        snapshot = pending._snapshot
+        assert snapshot is not None and is_copying.wait(TIMEOUT_S)
     while repo.latest() is None:
         pass
     with pytest.raises(StillPendingError):
