@@ -78,17 +78,21 @@ def test_one_that_waits_is_cancelled_and_the_others_are_made(repo: Repository) -
     assert [each.step for each in repo.log()] == [4, 3, 1]
 
 
-def test_one_that_is_being_made_is_broken_off(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_being_made_is_broken_off_at_the_next_tensor(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at, go = threading.Event(), threading.Event()
-    real = staged.StagedTensor.read
+    real, were_read = staged.StagedTensor.read, set[str]()
 
     def read(self: staged.StagedTensor, box: Box) -> np.ndarray[Any, Any]:
+        were_read.add(self.key)
         at.set()
         assert go.wait(30)
         return real(self, box)
 
     monkeypatch.setattr(staged.StagedTensor, "read", read)
-    pending = repo.commit_async(state_of(1))
+    state = {str(number): torch.full((1 << 20,), float(number)) for number in range(6)}
+    pending = repo.commit_async(state, num_threads=1)
     assert at.wait(30)
     found: list[bool] = []
     canceller = threading.Thread(target=lambda: found.append(pending.cancel()))
@@ -99,6 +103,7 @@ def test_one_that_is_being_made_is_broken_off(repo: Repository, monkeypatch: pyt
     canceller.join()
     assert found == [True]
     assert repo.latest() is None
+    assert len(were_read) < len(state)
 
 
 def test_an_interrupt_ends_the_wait_alone(repo: Repository) -> None:
