@@ -176,6 +176,21 @@ def test_a_state_without_modules_and_optimizers_is_copied_at_the_call(repo: Repo
     assert pending.result().root == wanted
 
 
+@pytest.mark.parametrize("staging_bytes", [0, 4096])
+def test_where_not_even_what_the_call_copies_fits_all_is_staged_or_saved_by_the_call(
+    repo: Repository, staging_bytes: int
+) -> None:
+    training = Training()
+    wanted = root_of(training)
+    pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=staging_bytes)
+    assert pending.staged
+    for tensor in (training.loose, *training.model.buffers(), *training.model.parameters()):
+        tensor.data.zero_()
+    assert pending.result().root == wanted
+    assert repo._background is not None and repo._background._pool is not None
+    assert repo._background._pool.held_bytes <= staging_bytes
+
+
 def test_several_commits_wait_for_one_another_and_a_step_for_all_of_them(repo: Repository, held: HeldStager) -> None:
     training = Training()
     wanted, pending = [], []
