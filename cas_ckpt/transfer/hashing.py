@@ -71,6 +71,11 @@ def cell_groups(grid: Grid, item_bytes: int) -> Iterator[range]:
         yield range(first, first + columns)
 
 
+def most_read_at_once(grid: Grid, item_bytes: int) -> int:
+    """Bytes of the largest box that is read of a source: of the cells that are hashed together."""
+    return len(next(cell_groups(grid, item_bytes), ())) * math.prod(grid.cell) * item_bytes
+
+
 def as_raw(array: Array, item_bytes: int) -> Array:
     """`array` as raw items: same memory, dtype by width alone."""
     raw = raw_dtype(item_bytes)

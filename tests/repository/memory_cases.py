@@ -119,6 +119,17 @@ def in_the_background(folder: str, staging_bytes: int, memory_bytes: int) -> Pea
     return peaks
 
 
+def by_a_worker(folder: str, memory_bytes: int) -> Peaks:
+    """A commit by a worker process, of a state that is not staged: what this process, not the worker, holds."""
+    state = {f"w{number}": torch.zeros(4096, 4096) for number in range(4)}
+    options: dict[str, Any] = {"num_threads": 8, "memory_bytes": memory_bytes, "staging_bytes": 0, "worker": "process"}
+    with Repository.init(f"{folder}/repo", group=None) as repo:
+        import_everything(repo, folder)
+        repo.commit_async({"w": torch.zeros(1000)}, branch="main", create=True, worker="process").result()
+        randomize(state, 1)
+        return {"commit": peak_of(lambda: repo.commit_async(state, **options).result().id)}
+
+
 def many_small_tensors(folder: str) -> Peaks:
     """100,000, and the budget that a call has by itself."""
     rows = torch.zeros(100_000, 320)

@@ -43,6 +43,12 @@ def test_commits_in_the_background_keep_to_their_memory_for_staging_and_their_bu
     assert not above(peaks, budget)
 
 
+def test_what_a_worker_process_is_shown_of_a_state_that_is_not_staged_counts(tmp_path: Path) -> None:
+    budget = 150 * MB
+    (peaks,) = results(run_processes(1, f"{CASES}by_a_worker", str(tmp_path), budget, timeout_s=120))
+    assert not above(peaks, budget)
+
+
 def test_verbs_on_a_hundred_thousand_small_tensors_keep_to_the_default(tmp_path: Path) -> None:
     outcomes = run_processes(1, f"{CASES}many_small_tensors", str(tmp_path), timeout_s=120)
     (peaks,) = results(outcomes)

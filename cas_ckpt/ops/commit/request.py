@@ -14,12 +14,13 @@ default; the command line is kept, but for passwords, keys and tokens in URLs.
 from __future__ import annotations
 
 import math
+import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -112,7 +113,8 @@ class CommitRequest:
         parents: The same as revisions, behind those.
         lineage: What the state was made from, apart from its parents.
         provenance: Keep where and by what the commit is made; a mapping is kept with it.
-        folder: Where git is asked for the provenance; None: the working directory.
+        command, folder: The command line of the provenance, and where git is asked for it; None: those of this
+            process, its working directory, when the commit is made.
         replica_check: "checksum" compares every byte that several ranks hold; "sample" only `replica_audit`.
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 128 KiB.
@@ -146,6 +148,7 @@ class CommitRequest:
     parents: Sequence[Revision] = ()
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
+    command: Sequence[str] | None = None
     folder: str | None = None
     num_threads: int | None = None
     memory_bytes: int | None = None
@@ -246,6 +249,19 @@ def _lineage(given: Any) -> tuple[str, str, bytes | None]:
     return given.kind, target, note
 
 
+def decoded_lineage(checked: Iterable[tuple[str, str, bytes | None]]) -> list[Lineage]:
+    """The lineage that `checked_fields` found, with notes of its own."""
+    return [Lineage(kind, target, None if note is None else decode_value(note)) for kind, target, note in checked]
+
+
+def working_folder() -> str:
+    """Where this process is; "" if that folder is gone: git finds nothing there."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 def _metric(name: str, value: Any) -> float:
     detach = getattr(value, "detach", None)  # a loss that still belongs to a graph
     try:
@@ -260,12 +276,12 @@ def _metric(name: str, value: Any) -> float:
     return number
 
 
-def capture_provenance(given: Mapping[str, Any], folder: str | None = None) -> dict[str, Any]:
+def capture_provenance(given: Mapping[str, Any], command: Sequence[str], folder: str | None = None) -> dict[str, Any]:
     """Host, command line, versions, and the git commit of `folder`, as for `git_state`; `given` goes over it."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         # without the lone surrogates that stand for bytes which are not UTF-8, and the passwords of URLs
-        "command": [without_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in sys.argv],
+        "command": [without_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in command],
         "python": platform.python_version(),
         "cas_ckpt": cas_ckpt.__version__,
     }
@@ -316,7 +332,9 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
     parents = tuple(map(partial(resolve, handle), fields.parents))
     provenance = None
     if fields.provenance is not None:
-        found = capture_provenance(decode_value(fields.provenance), request.folder)
+        found = capture_provenance(
+            decode_value(fields.provenance), sys.argv if request.command is None else request.command, request.folder
+        )
         provenance = encode_value(found, key="provenance")
     lineage = []
     for kind, revision, note in fields.lineage:

@@ -13,6 +13,7 @@ inside of `collective_errors`. Knows nothing of stores or chunks.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,7 +34,7 @@ from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.worker import CommitWorker
-from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
+from cas_ckpt.ops.commit.request import CommitRequest, checked_fields, decoded_lineage, working_folder
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.background.lazy import stage_later
 from cas_ckpt.training.background.pending import PendingCommit
@@ -318,7 +319,8 @@ def settled(request: CommitRequest) -> CommitRequest:
         request, verb=VERB, message=fields.message, author=fields.author, step=fields.step, metrics=fields.metrics,
         meta=None if fields.meta is None else decode_value(fields.meta),
         provenance=False if fields.provenance is None else decode_value(fields.provenance),
-        parents=fields.parents, lineage=tuple(request.lineage), other_parents=tuple(request.other_parents),
+        parents=fields.parents, lineage=decoded_lineage(fields.lineage), other_parents=tuple(request.other_parents),
+        command=tuple(sys.argv), folder=working_folder(),
         frozen=request.frozen if isinstance(request.frozen, str) or request.frozen is None else tuple(request.frozen),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import CancelledError, InvalidInputError, Policy, Repository, StillPendingError, memory
+from cas_ckpt import CancelledError, InvalidInputError, Lineage, Policy, Repository, StillPendingError, memory
 from cas_ckpt.errors import FrozenChangedError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.background import staged
@@ -301,6 +302,32 @@ def test_two_repositories_commit_side_by_side() -> None:
         one.drain()
         for each in (one, two):
             assert [value_at(each, f"step:{step}") for step in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_note_of_lineage_is_that_of_the_call(repo: Repository) -> None:
+    first, note = repo.commit(state_of(0)), {"x": [1]}
+    with Held(repo):
+        pending = repo.commit_async(state_of(1), lineage=[Lineage("like", first.id, note)])
+        note["x"].append(2)
+    assert pending.result().lineage[0].meta == {"x": [1]}
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_the_provenance_is_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str) -> None:
+    (tmp_path / "before").mkdir()
+    monkeypatch.chdir(tmp_path / "before")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--before"])
+    of_somebody = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], [*of_somebody, "commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run(["git", *words], check=True)
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        with Held(repo):
+            pending = repo.commit_async(state_of(1), provenance=True, worker=worker)
+            monkeypatch.chdir(tmp_path)
+            sys.argv[:] = ["later.py"]
+        said = repo.show(pending.result().id).provenance
+    assert said["command"] == ["train.py", "--before"]
+    assert "commit" in said["git"]
 
 
 def test_threads_that_call_at_once_get_a_commit_each(repo: Repository) -> None:

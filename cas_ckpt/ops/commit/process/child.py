@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -63,7 +62,6 @@ class Commits:
         """The commit, and the head after it. Once it is made, nothing here reads or writes."""
         _leave(given["core"])
         _log_to(served, given["log_level"])
-        sys.argv[:] = given["argv"]  # what provenance keeps
         handle = self._opened(given["repository"])
         if given["era"] != self._era:  # what was frozen may hold other bytes now, rightly
             self._memory, self._era = FrozenMemory(), given["era"]

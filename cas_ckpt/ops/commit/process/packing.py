@@ -12,23 +12,23 @@ identities, which are numbers here: equal for tensors that are the same memory.
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, fields
 from typing import Any
 
-from cas_ckpt.core.records import CommitInfo, CommitStats, Lineage
+from cas_ckpt.core.records import CommitInfo, CommitStats
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Spec, pack_placement, unpack_placement
 from cas_ckpt.objects.state import ArraySource, Container, EncodedValue, Flavor, Item, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
+from cas_ckpt.ops.commit.request import CommitRequest, checked_fields, decoded_lineage, working_folder
 
 _OWN_WAY = frozenset({
-    "head", "other_parents", "parents", "lineage", "meta", "provenance", "folder", "frozen_keys", "sign", "look",
-    "announce",
+    "head", "other_parents", "parents", "lineage", "meta", "provenance", "command", "folder", "frozen_keys", "sign",
+    "look", "announce",
 })  # fmt: skip
 """Fields of a request that are not plain values."""
 
@@ -155,17 +155,10 @@ def pack_request(request: CommitRequest) -> dict[str, Any]:
     packed["frozen"] = None if request.frozen is None else _listed(request.frozen)
     packed["frozen_keys"] = sorted(request.frozen_keys)
     packed["other_parents"] = list(request.other_parents)
-    packed["folder"] = _working_folder()
+    packed["command"] = list(map(str, sys.argv if request.command is None else request.command))
+    packed["folder"] = working_folder() if request.folder is None else request.folder
     packed |= {each.name: getattr(checked, each.name) for each in fields(checked)}
     return packed
-
-
-def _working_folder() -> str:
-    """Where this process is; "" if that folder is gone: git finds nothing there."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
 
 
 def _listed(patterns: Any) -> list[str]:
@@ -181,14 +174,10 @@ def unpack_request(packed: dict[str, Any], **own: Any) -> CommitRequest:
         frozen_keys=frozenset(given.pop("frozen_keys")),
         meta=_decoded(given.pop("meta")),
         other_parents=tuple(map(Digest, given.pop("other_parents"))),
-        lineage=_unpacked_lineage(given.pop("lineage")),
+        lineage=decoded_lineage(given.pop("lineage")),
         provenance=False if provenance is None else _decoded(provenance),
         **given,
     )
-
-
-def _unpacked_lineage(packed: list[Any]) -> list[Lineage]:
-    return [Lineage(kind, target, _decoded(note)) for kind, target, note in packed]
 
 
 def _decoded(data: bytes | None) -> Any:
@@ -222,7 +211,7 @@ def unpack_commit(packed: dict[str, Any]) -> CommitInfo:
         parents=tuple(given.pop("parents")),
         meta=_decoded(given.pop("meta")),
         stats=CommitStats(**given.pop("stats")),
-        lineage=tuple(_unpacked_lineage(given.pop("lineage"))),
+        lineage=tuple(decoded_lineage(given.pop("lineage"))),
         **given,
     )
 

@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cas_ckpt.errors import InternalError
-from cas_ckpt.objects.spec import Box, Spec, raw_dtype
+from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import ArraySource
+from cas_ckpt.transfer.hashing import most_read_at_once
 from cas_ckpt.transfer.serving import Served
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -58,9 +59,15 @@ class LentSource:
 class AskedSource:
     """A tensor that the trainer's process copies a box of whenever one is read."""
 
-    def __init__(self, served: Served, number: int, item_bytes: int) -> None:
+    def __init__(self, served: Served, number: int, spec: Spec) -> None:
         self._served, self._number = served, number
-        self._dtype = raw_dtype(item_bytes)
+        self._spec = spec
+        self._dtype = raw_dtype(spec.item_bytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """See `FileBackedSource`: what the trainer's process holds for a thread of the worker."""
+        return most_read_at_once(grid_for(self._spec), self._spec.item_bytes)
 
     @property
     def is_private(self) -> bool:
@@ -93,7 +100,7 @@ def make_source(served: Served, spec: Spec, packed: Any) -> ArraySource:
     item_bytes, dtype = spec.item_bytes, raw_dtype(spec.item_bytes)
     if kind == "asked":
         number, is_summing = rest
-        return (SummedSource if is_summing else AskedSource)(served, number, item_bytes)
+        return (SummedSource if is_summing else AskedSource)(served, number, spec)
     pieces = []
     memory = served.memory(rest[0]) if kind == "lent" else None
     for offsets, sizes, place in rest[-1]:

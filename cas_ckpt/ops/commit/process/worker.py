@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -221,7 +220,7 @@ class CommitWorker:
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
             "era": era, "core": _core_of_main_thread(), "limits": asdict(current_limits()),
-            "log_level": _LOGGER.getEffectiveLevel(), "argv": list(map(str, sys.argv)),
+            "log_level": _LOGGER.getEffectiveLevel(),
         }  # fmt: skip
 
     def _lend(self, child: ChildProcess, arena: Arena) -> int:
