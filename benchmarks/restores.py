@@ -16,7 +16,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from benchmarks.harness.page import heading, run
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.state import State, build, copy_into
 from cas_ckpt import Repository
+from cas_ckpt.memory import new_buffer
 
 STEP_BYTES, LEAF_BYTES, BLOCK_BYTES = 2 << 20, 128 << 10, 8 << 20
 IDLE_S = 4
@@ -154,13 +154,13 @@ def _placed(files: list[tuple[int, int]], pieces: list[memoryview]) -> Iterator[
 
 
 def direct_seconds(packs: list[Path]) -> float:
-    """Two threads read all of the packs past the page cache, 8 MiB at a time."""
+    """Two threads read all of the packs past the page cache, 8 MiB at a time, into large pages."""
     files = [(os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size) for path in packs]
     blocks = iter([(each, start) for each, size in files for start in range(0, size, BLOCK_BYTES)])
     turn = threading.Lock()
 
     def loop() -> None:
-        with mmap(-1, BLOCK_BYTES) as buffer:
+        with new_buffer(BLOCK_BYTES) as buffer:
             while True:
                 with turn:
                     block = next(blocks, None)

@@ -45,12 +45,15 @@ TRIED_BYTES = 64 * 1024 * 1024
 """So much is read past the page cache twice before the other way is looked at; the second time is measured."""
 
 SLICE_BYTES = 128 * 1024 * 1024
-"""After so much that was read through the page cache it is looked at whether that is still fast enough."""
+"""After so much that was read through the page cache it is looked at whether that is still fast enough.
+
+As much may be lost to it, in time: one slow slice is no reason to leave it, many are.
+"""
 
 WORTH_KEEPING = 1.1
 """Through the page cache may take so many times as long as past it: what is in it is found again."""
 
-WORTH_A_SECOND_READ = 1.7
+WORTH_A_SECOND_READ = 1.9
 """The same where what is past the page cache is read, and verified, twice."""
 
 PROBES = 8
@@ -109,7 +112,8 @@ def read_not_in_memory(
     """Read the chunks through the page cache as long as that is fast enough, and the rest past it.
 
     One look is not enough: memory that was free for a moment only is filled at the rate of the disk, and once it is
-    used up, each page is first fetched from the host.
+    used up, each page is first fetched from the host; and the disk may be somebody else's for a moment. So what is lost
+    by it is added up.
 
     Args:
         past_cache, through_cache: Read, and verify, some chunks the one way or the other.
@@ -118,10 +122,12 @@ def read_not_in_memory(
     some, rest = _cut(chunks, TRIED_BYTES)
     past_cache(some)  # buffers are new memory, which takes longer than the reads
     some, rest = _cut(rest, TRIED_BYTES)
-    past_s = _seconds_a_byte(past_cache, some)
+    enough_s = worth * _seconds_a_byte(past_cache, some)
+    lost_s = 0.0
     while rest and available_bytes() >= 2 * bytes_to_read(rest):  # else pages would drive out one another
         some, rest = _cut(rest, SLICE_BYTES)
-        if _seconds_a_byte(through_cache, some) >= worth * past_s:
+        lost_s = max(0.0, lost_s + _seconds_a_byte(through_cache, some) - enough_s)
+        if lost_s >= enough_s:
             break
     if rest:
         past_cache(rest)
