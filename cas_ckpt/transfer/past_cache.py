@@ -47,7 +47,8 @@ TRIED_BYTES = 64 * 1024 * 1024
 SLICE_BYTES = 128 * 1024 * 1024
 """After so much that was read through the page cache it is looked at whether that is still fast enough.
 
-As much may be lost to it, in time: one slow slice is no reason to leave it, many are.
+In all it may cost, above what it may take, as much as it may take longer for two slices: where it is taken for keeping
+alone, the first slow slice is enough; where it spares a second read, a slow moment is not.
 """
 
 WORTH_KEEPING = 1.1
@@ -122,12 +123,12 @@ def read_not_in_memory(
     some, rest = _cut(chunks, TRIED_BYTES)
     past_cache(some)  # buffers are new memory, which takes longer than the reads
     some, rest = _cut(rest, TRIED_BYTES)
-    enough_s = worth * _seconds_a_byte(past_cache, some)
+    past_s = _seconds_a_byte(past_cache, some)
     lost_s = 0.0
     while rest and available_bytes() >= 2 * bytes_to_read(rest):  # else pages would drive out one another
         some, rest = _cut(rest, SLICE_BYTES)
-        lost_s = max(0.0, lost_s + _seconds_a_byte(through_cache, some) - enough_s)
-        if lost_s >= enough_s:
+        lost_s = max(0.0, lost_s + _seconds_a_byte(through_cache, some) - worth * past_s)
+        if lost_s >= 2 * (worth - 1) * past_s:
             break
     if rest:
         past_cache(rest)
