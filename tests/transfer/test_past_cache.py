@@ -76,9 +76,7 @@ def test_what_is_slow_through_the_page_cache_is_read_past_it_after_one_look(
 
 
 @pytest.mark.parametrize("times", [2.5, 4.0, 8.0])
-def test_where_it_spares_a_second_read_only_so_much_is_lost_to_it(
-    read: Callable[..., Disk], times: float
-) -> None:
+def test_where_it_spares_a_second_read_only_so_much_is_lost_to_it(read: Callable[..., Disk], times: float) -> None:
     disk = read(lambda _: times * PAST_S, worth=1.9)
     assert disk.past
     assert len(disk.through) * (times - 1.9) <= (1.8 + times - 1.9) * (SLICE_BYTES / CHUNK_BYTES + 1)
