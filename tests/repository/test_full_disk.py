@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -91,6 +92,22 @@ def leave_free(folder: Path, kib: int) -> None:
         ballast.write(bytes(max(0, free - kib * 1024)))
 
 
+def fill_in_background(folder: Path, worker: Literal["thread", "process"]) -> None:
+    """A commit that the disk has no room for, made in the background; the next one goes through the same worker."""
+    logging.disable(logging.ERROR)  # the failure is logged at once, too; in this process alone
+    path = folder / "repo"
+    with Repository.init(path, encoding="raw") as repo:
+        repo.commit(state(0), step=0)
+        refused = repo.commit_async(state(1, size=4_000_000), step=1, worker=worker)
+        with pytest.raises(OutOfSpaceError, match="free some"):
+            refused.result()
+        assert no_leftovers(path)
+        assert is_whole(repo, 0)
+        repo.commit_async(state(2), step=2, worker=worker).result()
+        assert is_whole(repo, 2)
+        assert [info.step for info in repo.log()] == [2, 0]
+
+
 def read_only(folder: Path) -> None:
     """Everything can be read, with or without an index; whatever writes says so."""
     for name in ("with-index", "without-index"):
@@ -119,6 +136,13 @@ def test_a_disk_that_runs_full_loses_nothing_and_works_again_with_space(
     tmp_path: Path, work: Callable[[Path], None]
 ) -> None:
     on_medium("small", tmp_path, work, tmp_path)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_disk_that_runs_full_under_a_commit_in_the_background_fails_that_commit_alone(
+    tmp_path: Path, worker: Literal["thread", "process"]
+) -> None:
+    on_medium("small", tmp_path, fill_in_background, tmp_path, worker)
 
 
 def test_a_medium_that_may_not_be_written_can_be_read_and_refuses_the_rest(tmp_path: Path) -> None:

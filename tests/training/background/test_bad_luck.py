@@ -56,6 +56,38 @@ def value_at(repo: Repository, ref: str) -> float:
     return float(repo.load(ref)["w"][0, 0])
 
 
+def test_a_call_whose_state_does_not_fit_returns_as_soon_as_the_rest_does(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, returned = threading.Semaphore(0), threading.Event()
+    real, were_read = staged.StagedTensor.read, set[str]()
+    found: list[PendingCommit] = []
+
+    def read(self: staged.StagedTensor, box: Box) -> np.ndarray[Any, Any]:
+        assert may_read.acquire(timeout=30)
+        were_read.add(self.key)
+        return real(self, box)
+
+    def call() -> None:
+        found.append(repo.commit_async(state, staging_bytes=24 << 20, num_threads=1))
+        returned.set()
+
+    monkeypatch.setattr(staged.StagedTensor, "read", read)
+    state = {str(number): torch.full((1 << 21,), float(number)) for number in range(8)}
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert not returned.wait(0.3), "five of eight are live still"
+    while not returned.wait(0.1 if len(were_read) < 7 else 30):
+        may_read.release()
+    assert 5 <= len(were_read) <= 7
+    for tensor in state.values():
+        tensor.fill_(-1)
+    may_read.release(100)
+    found[0].result()
+    caller.join()
+    assert [float(tensor[0]) for tensor in repo.load("main").values()] == list(range(8))
+
+
 # ------------------------------------------------------------ cancelled, interrupted
 
 
