@@ -253,15 +253,16 @@ def arrays_in_turn(
 
 
 def _batches(wanted: Iterable[Wished], batch_bytes: int) -> Iterator[list[Wished]]:
-    """Some at a time, of about `batch_bytes` together."""
+    """Some at a time, of at most `batch_bytes` together, or one that is longer."""
     batch: list[Wished] = []
-    num_bytes = 0
+    left_bytes = batch_bytes
     for each in wanted:
-        batch.append(each)
-        num_bytes += each[2].num_elements * each[1].spec.item_bytes
-        if num_bytes >= batch_bytes:
+        num_bytes = each[2].num_elements * each[1].spec.item_bytes
+        if batch and num_bytes > left_bytes:
             yield batch
-            batch, num_bytes = [], 0
+            batch, left_bytes = [], batch_bytes
+        batch.append(each)
+        left_bytes -= num_bytes
     if batch:
         yield batch
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import Flavor, StoredTensor
+from cas_ckpt.ops.checkout.checkout import _batches
 from tests.builders import commit, new_repository
 
 NUM_BYTES = 600 * 1024 * 1024
@@ -83,6 +86,13 @@ def test_memory_does_not_grow_with_the_state(stored: tuple[Path, str], verb: str
     before, peak = peaks(stored, verb)
     assert peak - before < ALLOWED_BYTES
     assert peak - (NUM_BYTES if verb == "checkout" else 0) < 300 * 1000 * 1000
+
+
+def test_what_is_read_ahead_is_never_more_than_its_share_unless_it_is_one_array() -> None:
+    stored = StoredTensor(Spec("uint8", (100,)), Flavor.NUMPY, None, bytes(100))
+    wanted = [((), stored, Box((0,), (size,))) for size in (6, 6, 10, 1, 9, 1, 30, 2)]
+    sizes = [[box.num_elements for _, _, box in batch] for batch in _batches(wanted, 10)]
+    assert sizes == [[6], [6], [10], [1, 9], [1], [30], [2]]
 
 
 @pytest.mark.slow
