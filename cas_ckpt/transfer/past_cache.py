@@ -47,8 +47,8 @@ TRIED_BYTES = 64 * 1024 * 1024
 SLICE_BYTES = 128 * 1024 * 1024
 """After so much that was read through the page cache it is looked at whether that is still fast enough.
 
-In all it may cost, above what it may take, as much as it may take longer for two slices: where it is taken for keeping
-alone, the first slow slice is enough; where it spares a second read, a slow moment is not.
+What it costs above that may add up to as much as it may take longer for two slices: where it is taken for keeping
+alone, one slice that takes 1.3 times as long is enough; where it spares a second read, a slow moment is not.
 """
 
 WORTH_KEEPING = 1.1

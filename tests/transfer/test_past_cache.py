@@ -75,11 +75,14 @@ def test_what_is_slow_through_the_page_cache_is_read_past_it_after_one_look(
     assert bytes_of(read(lambda _: times * PAST_S).through) <= SLICE_BYTES + CHUNK_BYTES
 
 
-@pytest.mark.parametrize("times", [2.5, 4.0, 8.0])
-def test_where_it_spares_a_second_read_only_so_much_is_lost_to_it(read: Callable[..., Disk], times: float) -> None:
-    disk = read(lambda _: times * PAST_S, worth=1.9)
+@pytest.mark.parametrize(("worth", "times"), [(1.1, 1.2), (1.1, 1.25), (1.1, 1.4), (1.9, 2.5), (1.9, 4.0), (1.9, 8.0)])
+def test_what_is_lost_to_a_slow_page_cache_is_a_slice_more_than_two_slices_may_lose(
+    read: Callable[..., Disk], worth: float, times: float
+) -> None:
+    disk = read(lambda _: times * PAST_S, worth=worth)
     assert disk.past
-    assert len(disk.through) * (times - 1.9) <= (1.8 + times - 1.9) * (SLICE_BYTES / CHUNK_BYTES + 1)
+    lost = len(disk.through) * (times - worth)
+    assert lost <= (2 * (worth - 1) + times - worth) * (SLICE_BYTES / CHUNK_BYTES + 1)
 
 
 def test_one_slow_moment_of_a_disk_does_not_cost_a_second_read(read: Callable[..., Disk]) -> None:
