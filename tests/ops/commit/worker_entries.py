@@ -1,6 +1,7 @@
 """Worker processes that meet bad luck, in their own process.
 
 ENTRY = "tests.ops.commit.worker_entries:die_after_7"         SIGKILL right after the seventh effect on the store
+ENTRY = "tests.ops.commit.worker_entries:kill_trainer_after_7"  the same for the process that the worker works for
 ENTRY = "tests.ops.commit.worker_entries:die_once_published"  SIGKILL once the commit is made (rank 0) or it is told so
 ENTRY = "tests.ops.commit.worker_entries:die_before_told"     SIGKILL where rank 0 tells what came of the commit
 ENTRY = "tests.ops.commit.worker_entries:die_after_gather"    SIGKILL once rank 0 has gathered, before it tells
@@ -26,16 +27,20 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.ops.commit import commit
 from cas_ckpt.ops.commit.process import child
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import Effects, FaultyStore, die_after
+from cas_ckpt.testing import Effects, FaultPlan, FaultyStore, die_after
 from cas_ckpt.transfer.peers import Peers
 
 MODULE = "tests.ops.commit.worker_entries"
 
 
 class _Killing(Effects):
+    def __init__(self, plan: FaultPlan, victim: int) -> None:
+        super().__init__(plan)
+        self._victim = victim
+
     def _die(self, where: str) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
+        os.kill(self._victim, signal.SIGKILL)
+        signal.pause()  # the worker must not outlive whom it works for either, wherever it is
 
 
 def die_once_published(descriptor: int, parent: int) -> None:
@@ -113,11 +118,11 @@ def full_index(descriptor: int, parent: int) -> None:
 
 def __getattr__(name: str) -> Callable[[int, int], None]:
     head, _, number = name.rpartition("_")
-    if head != "die_after":
+    if head not in ("die_after", "kill_trainer_after"):
         raise AttributeError(name)
 
     def die(descriptor: int, parent: int) -> None:
-        effects = _Killing(die_after(int(number)))
+        effects = _Killing(die_after(int(number)), os.getpid() if head == "die_after" else os.getppid())
         handle.open_store = lambda url: FaultyStore(FileStore(Path(url.removeprefix("file://"))), effects=effects)
         child.main(descriptor, parent)
 

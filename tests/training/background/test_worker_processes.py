@@ -25,7 +25,7 @@ from tests.processes import PIPE, Forked
 from tests.ranks import results, run_processes
 from tests.servers import S3Server
 from tests.training.background.test_commit_async import spoil, training
-from tests.training.background.worker_cases import train_until_killed, wait_in_drain
+from tests.training.background.worker_cases import train_until_killed, train_until_killed_by_the_worker, wait_in_drain
 from tests.training.test_any_state import STATES
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -257,6 +257,33 @@ def test_a_trainer_that_is_killed_leaves_whole_commits_and_no_process(tmp_path: 
             assert all((found[key] == commit.step).all() for key in "ab")
         assert not repo.fsck(read_data=True).problems
         repo.commit({"a": 1}, branch="next", orphan=True)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_after_any_effect_of_its_worker_leaves_the_commit_made_or_not(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"a": torch.zeros(40_000), "b": torch.zeros(30_000)}, step=0)
+    outcomes, head = [], 0
+    for number in range(1, 40):
+        with Forked(train_until_killed_by_the_worker, tmp_path / "repo", number, stdout=PIPE) as trainer:
+            assert trainer.stdout is not None
+            pid = int(trainer.stdout.readline())
+        wait_until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+        with Repository.open(tmp_path / "repo", group=None) as repo:
+            found = repo.latest("main")
+            assert found is not None and found.step in (head, number)
+            state = repo.load("main")
+            assert all((state[key] == found.step).all() for key in "ab")
+        if trainer.returncode == 0:
+            assert found.step == number
+            break
+        assert trainer.returncode == -signal.SIGKILL
+        outcomes.append("made" if found.step == number else "not made")
+        head = found.step
+    assert sorted(outcomes, reverse=True) == outcomes and set(outcomes) == {"made", "not made"}
+    with Repository.open(tmp_path / "repo") as repo:
+        assert not repo.fsck(read_data=True).problems
+        repo.commit({"a": 1})
 
 
 @pytest.mark.slow

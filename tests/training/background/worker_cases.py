@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cas_ckpt import Repository
 from cas_ckpt.ops.commit.process import worker
+from tests.ops.commit.worker_entries import MODULE
 
 
 def train_until_killed(path: Path) -> None:
@@ -29,6 +30,20 @@ def train_until_killed(path: Path) -> None:
         background = repo._background  # the caller wants to know whom it must not find afterwards
         assert background is not None and background._worker is not None
         print(background._worker.pid, flush=True)
+
+
+def train_until_killed_by_the_worker(path: Path, number: int) -> None:
+    """Commit a state of which every tensor has `number`; the worker kills this process after so many effects."""
+    worker.ENTRY = f"{MODULE}:kill_trainer_after_{number}"
+    repo = Repository.open(path)
+    state = {"a": torch.full((40_000,), number), "b": torch.full((30_000,), number)}
+    pending = repo.commit_async(state, step=number, worker="process")
+    for tensor in state.values():
+        tensor.zero_()
+    background = repo._background
+    assert background is not None and background._worker is not None
+    print(background._worker.pid, flush=True)
+    pending.result()
 
 
 def wait_in_drain(path: Path) -> None:
