@@ -125,7 +125,13 @@ class CellsToName:
 
 
 class LeafHasher(Protocol):
-    """Hashes tensors where they are, so that their bytes need not be brought to the host. Any thread may call."""
+    """Hashes tensors where they are, so that their bytes need not be brought to the host. Any thread may call.
+
+    Attributes:
+        has_hashed: It has hashed before what it is asked for: an answer costs nothing.
+    """
+
+    has_hashed: bool
 
     def cell_digests(self, wanted: Sequence[CellsToName]) -> Sequence[Sequence[bytes]] | None:
         """For each of `wanted` and each of its cells the digests of its leaves, joined; None: it cannot, read them.

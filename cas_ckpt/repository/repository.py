@@ -216,19 +216,25 @@ class Repository(
     def close(self) -> None:
         """Wait for pending commits, and for what `push_to=` left to be pushed; then release files and connections.
 
-        Idempotent.
+        Idempotent. An interrupt (Ctrl-C) ends the wait alone: what is pending goes on, and nothing is released, until
+        `close` is called again or the interpreter ends, which waits for commits.
 
         Raises:
             BackgroundCommitError: a pending commit failed, and nobody has heard of it yet. Whatever the last push
             raised. All is released then, too, and the next process pushes what is missing there.
+            InvalidInputError: in a callback of a pending commit; nothing is released.
         """
+        if self._background is not None:
+            self._background.queue.refuse_worker()
         try:
             try:
                 self.drain()
             finally:
                 self.wait_pushed()
-        finally:
+        except Exception:
             self._release()
+            raise
+        self._release()
 
     def _release(self) -> None:
         if self._background is not None:

@@ -173,7 +173,7 @@ class StateVerbs(Opened):
         if self._background is None or self._background.queue.pid != os.getpid():
             return done
         done = self._background.queue.drain(left_s()) and done
-        self._background.queue.raise_failure()
+        self._background.queue.raise_failure("It was not made: mend the cause, and commit again")
         return done
 
     def _request(

@@ -22,16 +22,22 @@ NAMED_BYTES = 4 << 30
 """Tensors that are hashed together: so many that starting a launch and asking the index cost little beside it."""
 
 
-def named_in_place(works: Iterable[TensorWork], claims: Claims, progress: Progress) -> Iterator[TensorWork]:
+def named_in_place(
+    works: Iterable[TensorWork], claims: Claims, progress: Progress, *, expect_new: bool
+) -> Iterator[TensorWork]:
     """All works; of those that can be hashed where they are only the cells that are not stored are left to save.
 
     These are marked `is_new`. Works of other sources come in their order, the others when enough are together.
+
+    Args:
+        expect_new: Nothing is stored: nothing is hashed for this, but what was hashed before is named all the same, for
+            of such a tensor single cells may be all that can be read.
     """
     waiting: list[tuple[LeafHasher, TensorWork]] = []
     num_bytes = 0
     for work in works:
         hasher = _hasher_of(work)
-        if hasher is None:
+        if hasher is None or (expect_new and not hasher.has_hashed):
             yield work
             continue
         waiting.append((hasher, work))

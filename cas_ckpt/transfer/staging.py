@@ -19,6 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ class Arena:
         try:
             if shared:
                 self.fd = os.memfd_create("cas-ckpt-staging", os.MFD_CLOEXEC)
+                # Its pages are there as long as it is open, also if nobody closes this.
+                self._fd_closed = weakref.finalize(self, os.close, self.fd)
+                self._fd_closed.atexit = False
                 os.ftruncate(self.fd, size)
                 self._map = mmap.mmap(self.fd, size)
             else:
@@ -149,7 +153,7 @@ class Arena:
 
     def _close_fd(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            self._fd_closed()
             self.fd = -1
 
 

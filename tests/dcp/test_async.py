@@ -25,7 +25,7 @@ from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.dcp.storage import group
 from cas_ckpt.dcp.storage.group import BackgroundSave, Turn, forget_in_background
-from cas_ckpt.errors import ConflictError
+from cas_ckpt.errors import ConflictError, InvalidInputError
 from tests.dcp.states import plain_state, same
 
 
@@ -120,8 +120,9 @@ def test_a_commit_comes_after_the_save_in_the_background_that_was_begun_before_i
     repo: Repository, commit: Callable[[Repository], CommitInfo], save_fails: bool
 ) -> None:
     repo.commit({"w": torch.ones(1)}, step=0)
-    writer = _Waits(repo, step=1, branch="no such branch" if save_fails else None)
-    saving: Any = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
+    writer = _Waits(repo, step=1)
+    state: dict[str, Any] = {"w": torch.ones(1000), **({"f": threading.get_ident} if save_fails else {})}
+    saving: Any = dcp.async_save(state, storage_writer=writer)
     assert writer.writing.wait(60)
     made: list[CommitInfo] = []
     thread = _in_a_thread(lambda: made.append(commit(repo)))
@@ -339,14 +340,25 @@ def test_a_save_that_failed_before_it_came_to_the_writer_holds_up_no_other(repo:
     assert [commit.step for commit in repo.log("main")] == [1, 2]
 
 
-def test_a_save_that_failed_in_the_background_leaves_the_turn_free(repo: Repository) -> None:
-    writer = CasStorageWriter(repo)
+def test_a_save_that_failed_in_the_background_leaves_the_turn_free_and_is_logged(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = CasStorageWriter(repo, step=7)
     failed: Any = dcp.async_save({"w": torch.ones(5), "f": threading.get_ident}, storage_writer=writer)
     with pytest.raises(CheckpointException, match="UnsupportedValueError"):
         failed.result()
     assert writer.commit is None
+    (line,) = [each for each in caplog.records if each.levelname == "ERROR" and each.name == "cas_ckpt"]
+    assert "the save of step 7 that dcp.async_save began failed: " in line.message
+    assert "UnsupportedValueError" in line.message
     dcp.async_save({"w": torch.ones(5)}, storage_writer=writer).result()  # type: ignore[union-attr]
     assert same(repo.load("HEAD"), {"w": torch.ones(5)})
+
+
+@pytest.mark.parametrize("wrong", [{"step": "0"}, {"on_conflict": "x"}, {"metrics": {"a": "b"}}, {"branch": "a b"}])
+def test_arguments_of_a_writer_are_checked_when_it_is_made(repo: Repository, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong)).removesuffix("s")):
+        CasStorageWriter(repo, **wrong)
 
 
 def test_a_turn_that_nobody_ended_is_lost_with_its_thread() -> None:

@@ -19,6 +19,7 @@ of. What a save leaves in plans (which DCP caches and hands to later saves) is n
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -26,6 +27,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from types import FrameType
 from typing import Any, NoReturn
@@ -61,9 +63,11 @@ from cas_ckpt.dcp.storage.tree import RankPart
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
-from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck
+from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck, checked_fields
 from cas_ckpt.ops.refs import create_tag
-from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
+from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 DEFAULT_TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
@@ -158,6 +162,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             index_url, cache: As for `Repository.open`.
             on_divergence: "raise" if ranks hold different values under one key, or "warn" and keep the lowest rank's.
             replica_check, replica_audit: As for `Repository.commit`: how replicated tensors are compared.
+        Raises:
+            InvalidInputError: says which argument cannot be.
         """
         super().__init__()
         self._place = RepositoryPlace(repository, index_url, cache)
@@ -175,6 +181,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._begin_empty()
         if self._world_size() > 1:
             self._group = shared_group(process_group, timeout_s)
+        checked_fields(self._request)  # after the group: its other ranks would wait for this one
 
     def _begin_empty(self) -> None:
         self.commit = None
@@ -246,6 +253,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         future = _local(sys._getframe(1), "upload_future")
         if callable(getattr(future, "done", None)) and callable(getattr(future, "add_done_callback", None)):
             save.future = future
+            future.add_done_callback(partial(_log_failure, self._request.step))
             self._place.note(save)
         else:  # another version of torch: later saves cannot wait for this one, and are refused while it goes on
             forget_in_background(save)
@@ -461,6 +469,16 @@ def watch_finish_plan(writer: object, report: Callable[[BaseException], None]) -
     planner = _local(sys._getframe(2), "planner")
     if isinstance(planner, SavePlanner) and hasattr(planner, "__dict__"):
         vars(planner)["finish_plan"] = _Watched(planner, writer, report)
+
+
+def _log_failure(step: int | None, future: Any) -> None:
+    """Say what a save in the background failed of: its future alone knows, and may never be asked."""
+    try:
+        future.result()
+    except BaseException as error:  # noqa: BLE001 - it is the future that raises it
+        of_step = "" if step is None else f" of step {step}"
+        text = error_text(error)  # not with its traceback, which is that of DCP's thread
+        _LOGGER.error("the save%s that dcp.async_save began failed: %s", of_step, text)  # noqa: TRY400
 
 
 def _local(frame: FrameType | None, name: str) -> Any:

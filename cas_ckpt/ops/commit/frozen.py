@@ -82,10 +82,14 @@ class FrozenMemory:
         self._origin: FrozenMemory | None = None
         self._relied_on: set[str] = set()
 
-    def now(self) -> FrozenMemory:
-        """What is known at this moment, for one commit that is made later; what it hashes, this one remembers."""
+    def now(self, pending: Sequence[KeyPatterns] = ()) -> FrozenMemory:
+        """What is known at this moment, for one commit that is made later; what it hashes, this one remembers.
+
+        Args:
+            pending: What each commit that is made before that one declares frozen: `remember` will forget the rest.
+        """
         copy = FrozenMemory()
-        copy._seen = dict(self._seen)
+        copy._seen = {key: seen for key, seen in self._seen.items() if all(each.matches(key) for each in pending)}
         copy._origin = self
         return copy
 

@@ -235,7 +235,7 @@ def save_chunks(
     try:
         expect_new = not handle.holds_chunks()
         save_tensors(
-            works if expect_new else named_in_place(works, claims, progress), sink, claims=claims, policy=policy,
+            named_in_place(works, claims, progress, expect_new=expect_new), sink, claims=claims, policy=policy,
             num_threads=room.num_threads, buffers=buffers, expect_new=expect_new, progress=progress,
             on_saved=partial(_saved, straddling),
         )  # fmt: skip

@@ -95,7 +95,10 @@ class BackgroundPushes:
 
     def wake(self, name: str) -> None:
         """Push to the tier `name` what it lacks, from now on. Returns at once."""
-        self._threads.setdefault(name, self._background(name)).wake()
+        try:
+            self._threads.setdefault(name, self._background(name)).wake()
+        except RuntimeError as error:  # no thread can be had: the commit that is to be pushed is made
+            _log_failure(name, error)
 
     def _background(self, name: str) -> Background:
         return Background(lambda: push_pending(self._handle, name), failed=lambda error: _log_failure(name, error))

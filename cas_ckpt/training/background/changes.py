@@ -9,8 +9,8 @@ What a counter does not count: writes through `.data`, through NumPy and through
 DTensors, fused operations called without their optimizer. Of these the samples find most that change whole tensors.
 
 A counter moves when an operation has ended, in the thread that made it. So a copy that ends while another thread is
-inside of an operation needs a second look, after that thread has come out of it: a commit looks again when that thread
-steps or waits for the commit, at the latest before it publishes.
+inside of an operation needs a second look, after that thread has come out of it: a commit looks again when a thread
+steps or waits for the commit, at the latest before it publishes. An operation that goes on then is not found.
 
 What is noted is kept in columns, not in an object for each tensor: a call of thousands of tensors makes few objects,
 which the search of Python's garbage collector at its end goes through.

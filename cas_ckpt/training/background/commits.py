@@ -124,6 +124,8 @@ class BackgroundCommits:
         self._worker: CommitWorker | None = None
         self._calls = threading.Lock()
         self._heard: list[BaseException] = []
+        self._declared: dict[PendingCommit, KeyPatterns] = {}
+        self._former: list[StagingPool] = []  # closed, but for what a commit still reads
         self.stored: frozenset[Digest] = frozenset()  # of tensors on devices, by the last commit, if it was made
         self.queue = CommitQueue()
 
@@ -154,22 +156,24 @@ class BackgroundCommits:
         """
         options.check()
         self.queue.refuse_worker()
-        worker = None
-        if options.worker == WorkerKind.PROCESS:
-            worker = self._worker = self._worker or CommitWorker(self._handle)
-            worker.start()  # it gets ready while the state is staged
+        self._handle.require_writable()
         with self._calls:  # of two threads that call at once, one stages after the other
+            worker = None
+            if options.worker == WorkerKind.PROCESS:
+                worker = self._worker = self._worker or CommitWorker(self._handle)
+                worker.start()  # it gets ready while the state is staged
             self.queue.admit(options.max_in_flight)
             request = settled(request)
             with python_gc_paused():  # all along: each end of a pause is a search through what was made
                 tree, request = captured(state, request, peers)
                 is_known = None
                 if worker is None and memory is not None:  # another process cannot look at what is not staged
-                    memory = memory.now()
+                    memory = memory.now(self._declared_by_pending())
                     is_known = _known(request, memory)
                 snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle, is_known=is_known)
                 pending = PendingCommit(_described(request))
                 pending.watch(snapshot, self.queue.is_worker)
+                self._declared[pending] = KeyPatterns(request.frozen, request.frozen_keys)
                 job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker, after)
                 try:
                     self.queue.submit(pending, job.run)
@@ -190,16 +194,11 @@ class BackgroundCommits:
     ) -> None:  # fmt: skip
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
         pool = self._pool_for(options)
-        budget = options.staging_bytes
-        if budget is None:
-            budget = pool.held_bytes
-            if snapshot.room > pool.free_bytes:  # to ask takes a millisecond
-                budget += available_bytes() // (2 * options.num_neighbours)
-        fits = snapshot.take_room(pool, budget)
+        fits = snapshot.take_room(pool, self._budget(pool, snapshot, options))
         if not fits and len(self.queue.pending()) > 1:  # it has to wait for those before it anyway
             self.queue.wait_turn(pending)
             snapshot.give_room()
-            fits = snapshot.take_room(pool, budget)
+            fits = snapshot.take_room(pool, self._budget(pool, snapshot, options))
         if options.snapshot == SnapshotKind.LAZY and stage_later(
             state, snapshot, fits=fits, may_begin=job.may_begin.set, num_threads=num_threads
         ):
@@ -212,11 +211,27 @@ class BackgroundCommits:
             job.may_begin.set()
             snapshot.stage_from_back(num_threads=num_threads)
 
+    def _declared_by_pending(self) -> list[KeyPatterns]:
+        """What each commit in flight declares frozen."""
+        self._declared = {each: patterns for each, patterns in self._declared.items() if not each.done()}
+        return list(self._declared.values())
+
+    def _budget(self, pool: StagingPool, snapshot: Snapshot, options: AsyncOptions) -> int:
+        """What may be held of `pool`."""
+        if options.staging_bytes is not None:
+            self._former = [each for each in self._former if each.held_bytes]
+            return options.staging_bytes - sum(each.held_bytes for each in self._former)
+        budget = pool.held_bytes
+        if snapshot.room > pool.free_bytes:  # to ask takes a millisecond
+            budget += available_bytes() // (2 * options.num_neighbours)
+        return budget
+
     def _pool_for(self, options: AsyncOptions) -> StagingPool:
         """Memory to stage in; such as another process can map if the commit is made by one."""
         worker = self._worker if options.worker == WorkerKind.PROCESS else None
         if self._pool is not None and self._pool.shared != (worker is not None):
             self._pool.close()  # what a commit still reads is unmapped when it is given back
+            self._former.append(self._pool)
             self._pool = None
         if self._pool is None:
             self._pool = StagingPool(shared=worker is not None, prepare=pin, dismiss=self._dismiss)

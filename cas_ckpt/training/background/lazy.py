@@ -48,6 +48,7 @@ def stage_later(
     large = [each for each in now if each.num_bytes > INLINE_BYTES]
     room = sum(arena.left_bytes for arena in snapshot.arenas)
     if not later or sum(each.room for each in large) > room:
+        snapshot.stop_watching()
         return False
     snapshot.stage_small()
     snapshot.stage(large, num_threads=num_threads)
@@ -65,6 +66,8 @@ class _Stager:
     ) -> None:
         self._snapshot, self._later, self._fits, self._may_begin = snapshot, later, fits, may_begin
         self._over, self._may_copy = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._has_begun = self._has_ended = False
 
     def begin(self) -> None:
         """Go on in a thread; from now on no optimizer steps before all is staged."""
@@ -73,9 +76,6 @@ class _Stager:
             self._may_begin()
         try:
             Background(self._run, failed=self._snapshot.abort).wake()
-        except RuntimeError:  # no thread could be started: nobody copies, and nobody would say that it is over
-            self._over.set()
-            raise
         finally:  # also if Ctrl-C comes while the thread starts, which would wait for ever
             # Not before: else the caller would wait for the interpreter's lock until a copy releases it.
             self._may_copy.set()
@@ -85,13 +85,24 @@ class _Stager:
         self._snapshot.wait_settled()
 
     def end(self) -> None:
-        """The commit has ended: wait until nothing is copied any more, which is soon."""
+        """The commit has ended: wait until nothing is copied any more, which is soon.
+
+        The thread may not be there, if the call was interrupted or no thread could be had: nobody copies then, and one
+        that comes later does not begin.
+        """
         let_steps(self.wait)
-        self._over.wait()
+        with self._lock:
+            self._has_ended, has_begun = True, self._has_begun
+        if has_begun:
+            self._over.wait()
 
     def _run(self) -> None:
         snapshot = self._snapshot
         self._may_copy.wait()
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_begun = True
         try:
             if self._fits:
                 for portion in _portions(self._later):

@@ -15,7 +15,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt import clock
-from cas_ckpt.errors import CancelledError, InvalidInputError, StillPendingError
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.errors import CancelledError, InvalidInputError, StillPendingError, shown_value
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
@@ -54,6 +55,7 @@ class PendingProgress:
     saved_bytes: int
 
 
+@reads_arguments
 class PendingCommit:
     """A commit that `commit_async` began. Threads may share it.
 
@@ -87,9 +89,13 @@ class PendingCommit:
 
     @property
     def staged(self) -> bool:
-        """Whether the live state may change: the commit does not read it any more."""
+        """Whether the live state may change: the commit does not read it any more.
+
+        Of `snapshot="lazy"` the thread that called `commit_async` may change it then; another one that wants to calls
+        `wait_staged`.
+        """
         snapshot = self._snapshot
-        return self.done() if snapshot is None else snapshot.wait_settled(0)
+        return self.done() if snapshot is None else snapshot.is_settled
 
     def wait_staged(self, timeout_s: float | None = None) -> bool:
         """Wait until the live state may change; whether it may. With `snapshot="copy"` it may when the call returns.
@@ -128,7 +134,7 @@ class PendingCommit:
         return made
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """What it failed of, once it has ended; None: nothing.
+        """What it failed of, once it has ended; None: nothing, or it was cancelled.
 
         Raises:
             As `result`, but for what it failed of.
@@ -137,7 +143,9 @@ class PendingCommit:
         if not self.done() and self._is_worker():
             raise InvalidInputError(f"{self.what} waits for this very callback: ask for its result elsewhere")
         if not self._wait(timeout_s):
-            raise StillPendingError(f"{self.what} {self._stage.value} after {timeout_s:g} s: it goes on, wait longer")
+            raise StillPendingError(
+                f"{self.what} has not ended after {timeout_s:g} s, it {self._stage.value}: it goes on, wait longer"
+            )
         self.told = True
         return self._error
 
@@ -145,7 +153,12 @@ class PendingCommit:
         """Call `callback(self)` when it has ended, from the thread that makes commits; at once if it has.
 
         What it raises is logged. It must not wait for other commits of the repository: they wait for it.
+
+        Raises:
+            InvalidInputError: it cannot be called.
         """
+        if not callable(callback):
+            raise InvalidInputError(f"callback is {shown_value(callback)}: give a function of the pending commit")
         with self._changed:
             if not self.done():
                 self._callbacks.append(callback)

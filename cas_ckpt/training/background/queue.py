@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -114,8 +115,12 @@ class CommitQueue:
                 self._changed.wait(left_s)
         return True
 
-    def raise_failure(self) -> None:
-        """Raise what an earlier commit failed of, if nobody has heard of that yet; of several the first."""
+    def raise_failure(self, so: str = "This call did nothing: mend the cause, and call it again") -> None:
+        """Raise what an earlier commit failed of, if nobody has heard of that yet; of several the first.
+
+        Args:
+            so: What the caller is told to do.
+        """
         with self._changed:
             ended = list(self._ended)
             self._ended.clear()
@@ -125,8 +130,7 @@ class CommitQueue:
         pending, error = failures[0]
         more = f" (and {len(failures) - 1} more, see the log)" if len(failures) > 1 else ""
         raise BackgroundCommitError(
-            f"{pending.what} failed in the background: {type(error).__name__}: {error}{more}. This call did nothing: "
-            "mend the cause, and call it again"
+            f"{pending.what} failed in the background: {type(error).__name__}: {error}{more}. {so}"
         ) from error
 
     def pending(self) -> list[PendingCommit]:
@@ -155,27 +159,50 @@ class CommitQueue:
                     if not self._waiting:
                         return
                     job = self._running = self._waiting.popleft()
-                self._run(job)
-                with self._changed:
-                    self._running = None
-                    self._ended.append(job.pending)
-                    self._changed.notify_all()
+                try:
+                    self._run(job)
+                finally:
+                    with self._changed:
+                        self._running = None
+                        self._ended.append(job.pending)
+                        self._changed.notify_all()
         finally:
             self._worker = None
 
     def _run(self, job: _Job) -> None:
-        made, error = None, None
+        made, error = _attempt(job)
         try:
-            job.pending.begin()
-            made = job.run()
-        except BaseException as raised:  # noqa: BLE001 - kept for whoever asks, and told
-            error = raised
-            if not job.pending.told and not isinstance(raised, CancelledError):
-                _LOGGER.error("%s failed: %s", job.pending.what, error_text(raised))  # noqa: TRY400 - it is raised as well
-        job.pending.end(made, error)
+            if error is not None and not job.pending.told:
+                _clear(error)
+                if not isinstance(error, CancelledError):
+                    _LOGGER.error("%s failed: %s", job.pending.what, error_text(error))
+        except BaseException as other:  # noqa: BLE001 - of a handler of the log, or the text of somebody's exception
+            traceback.print_exception(other)  # where logging itself reports that it cannot log
+        finally:
+            job.pending.end(made, error)
 
     def _log_bug(self, error: Exception) -> None:
         _LOGGER.error("the thread of pending commits was stopped: %r", error)
+
+
+def _attempt(job: _Job) -> tuple[CommitInfo | None, BaseException | None]:
+    try:
+        job.pending.begin()
+        return job.run(), None
+    except BaseException as raised:  # noqa: BLE001 - kept for whoever asks, and told
+        return None, raised
+
+
+def _clear(error: BaseException) -> None:
+    """Let go of what the functions that raised `error` had: who keeps the error would keep staged memory with it."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += (each.__cause__, each.__context__)
 
 
 # ------------------------------------------------------------ the end of the interpreter

@@ -201,6 +201,8 @@ class StagedTensor:
 class _Recorded:
     """A `LeafHasher` that knows what was hashed on devices before anything was staged."""
 
+    has_hashed = True
+
     def cell_digests(self, wanted: Sequence[CellsToName]) -> list[list[bytes]]:
         """See `LeafHasher`."""
         return [[each.source.digests[number] for number in each.numbers] for each in wanted]
@@ -234,6 +236,7 @@ class Snapshot:
         self.staged_bytes = 0
         self.arenas: list[Arena] = []
         self.watch = Watch()
+        self._taken_by = threading.get_ident()
         self._on_release: list[Callable[[], object]] = []
         self._changed = threading.Condition()
         self._pool: StagingPool | None = None
@@ -421,6 +424,22 @@ class Snapshot:
         if self.error is not None:
             raise self.error
         self.watch.look()
+
+    def stop_watching(self) -> None:
+        """Nothing is staged after the call: what changes then is not looked for."""
+        for each in self.tensors:
+            each.watched = None
+        self.watch = Watch()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the live state may change; the thread that took the snapshot may change it then.
+
+        Another thread that only looks on does not end the watch: the one that trains may be inside of an operation.
+        """
+        if threading.get_ident() == self._taken_by:
+            return self.wait_settled(0)
+        return self.settled or self.error is not None
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
         """Wait until the live state may change; whether it may.

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -74,18 +75,31 @@ def pin(arena: Arena) -> None:
     code = cudart().cudaHostRegister(address, num_bytes, 0)
     if int(code):
         _LOGGER.warning("%d bytes of memory for staging could not be pinned (CUDA error %d)", num_bytes, int(code))
+        _forget_error()
     else:
-        _pinned.add(address)
+        _pinned[address] = weakref.finalize(arena, _unregister, address)  # before its memory is unmapped
+        _pinned[address].atexit = False
 
 
 def unpin(arena: Arena) -> None:
     """Undo `pin`: `arena` is unmapped, or moves."""
     address, _ = arena.place
-    if address in _pinned:
-        _pinned.discard(address)
-        cudart: Any = torch.cuda.cudart
-        cudart().cudaHostUnregister(address)
+    registered = _pinned.get(address)
+    if registered is not None:
+        registered()
 
 
-_pinned: set[int] = set()
-"""Addresses of arenas that are registered."""
+def _unregister(address: int) -> None:
+    del _pinned[address]
+    cudart: Any = torch.cuda.cudart
+    cudart().cudaHostUnregister(address)
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a call for whoever asks next: the next kernel of the training would raise it."""
+    with suppress(Exception):  # this kernel raises it, and has asked
+        torch.empty(1, device="cuda").fill_(0)
+
+
+_pinned: dict[int, weakref.finalize[Any, Any]] = {}
+"""Addresses of arenas that are registered, and what undoes that."""

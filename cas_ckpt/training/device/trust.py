@@ -45,6 +45,8 @@ class DeviceHasher:
         import_kernels: Gives the module kernels.py; raises ImportError if there is no Triton.
     """
 
+    has_hashed = False
+
     def __init__(self, device: torch.device, import_kernels: Callable[[], ModuleType]) -> None:
         self._device = device
         self._import_kernels = import_kernels

@@ -249,7 +249,7 @@ def test_lines_of_the_log_and_bytes_come_here(
     put(commits, {"w": numbers(1000, 1000)})
     damaged = next(key for key, _ in handle.store.list(PACK_PREFIX))
     (Path(handle.store.url.removeprefix("file://")) / damaged).write_bytes(b"")
-    commits.close()  # the next worker looks at the packs anew
+    commits._discard()  # the next worker looks at the packs anew
     items = {"w": numbers(1000, 1000), "v": numbers(500, 500)}
     put(commits, items, progress=Seen())
     assert any(each.pathname == "(worker process)" and "is left out" in each.getMessage() for each in caplog.records)
@@ -595,7 +595,7 @@ def test_a_worker_that_is_killed_after_any_effect_leaves_the_commit_made_or_not(
             outcomes.append("made")
     assert sorted(outcomes, reverse=True) == outcomes and set(outcomes) == {"made", "not made"}
     monkeypatch.undo()
-    commits.close()
+    commits._discard()
     put(commits, {"w": numbers(10)})
     require_whole(handle)
 
@@ -676,6 +676,14 @@ def test_after_a_fork_each_process_has_a_worker_of_its_own(commits: CommitWorker
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
     assert put(commits, {"a": 2}).parents == (first.id,)
     assert commits.pid == pid
+
+
+def test_a_worker_that_was_closed_is_not_started_again(commits: CommitWorker) -> None:
+    put(commits, {"w": numbers(10)})
+    commits.close()
+    with pytest.raises(InvalidInputError, match="was closed"):
+        put(commits, {"w": numbers(10)})
+    assert commits.pid is None
 
 
 def test_two_repositories_have_two_workers(commits: CommitWorker, tmp_path: Path) -> None:

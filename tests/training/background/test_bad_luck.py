@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ import pytest
 import torch
 
 from cas_ckpt import CancelledError, InvalidInputError, Lineage, Policy, Repository, StillPendingError, memory
-from cas_ckpt.errors import FrozenChangedError
+from cas_ckpt.errors import CkptError, FrozenChangedError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.background import staged
 from cas_ckpt.training.background.pending import PendingCommit
-from cas_ckpt.transfer import staging
+from cas_ckpt.transfer import save, staging
 from tests.no_threads import no_thread_can_be_started
 
 _NUMBERS = count()
@@ -226,6 +228,116 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(
     assert "ZeroDivisionError" in caplog.text and "SystemExit: of a callback" in caplog.text
     pending.add_done_callback(lambda each: heard.append("at once"))
     assert heard[-1] == "at once"
+
+
+def test_a_failure_that_cannot_be_logged_ends_the_commit_all_the_same(
+    repo: Repository, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left for the log")
+
+    handler = Full()
+    logging.getLogger("cas_ckpt").addHandler(handler)
+    try:
+        pending = repo.commit_async(state_of(1), parents=["0123456789"])
+        with pytest.raises(CkptError, match="0123456789"):
+            pending.result(60)
+    finally:
+        logging.getLogger("cas_ckpt").removeHandler(handler)
+    assert "no space left for the log" in capfd.readouterr().err
+    assert repo.commit_async(state_of(2), step=2).result(60).step == 2
+
+
+def test_a_failure_that_somebody_keeps_keeps_no_staged_memory(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(save.codec, "encode_extent", refuse)
+        failed = repo.commit_async({"x": torch.randn(1 << 20)})
+        assert isinstance(failed.exception(60), ZeroDivisionError)
+    assert repo._background is not None and repo._background._pool is not None
+    (arena,) = repo._background._pool._free
+    assert arena.grow(16 << 20)  # False: somebody looks at it
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_callback_cannot_close_the_repository_under_what_is_pending(repo: Repository) -> None:
+    refused: list[Exception] = []
+
+    def close(_: PendingCommit) -> None:
+        try:
+            repo.close()
+        except InvalidInputError as error:
+            refused.append(error)
+
+    with Held(repo):
+        first = repo.commit_async(state_of(1), step=1, max_in_flight=2)
+        first.add_done_callback(close)
+        second = repo.commit_async(state_of(2), step=2, max_in_flight=2)
+    assert second.result(60).step == 2
+    assert len(refused) == 1
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_an_interrupt_while_closing_waits_leaves_what_is_pending_to_be_made(tmp_path: Path, worker: str) -> None:
+    repo = Repository.init(tmp_path / "repo")
+    with Held(repo):
+        pending = repo.commit_async(state_of(1), step=1, worker=worker)
+        with interrupt_soon(), pytest.raises(KeyboardInterrupt):
+            repo.close()
+    assert pending.result(60).step == 1
+    background = repo._background
+    assert background is not None
+    repo.close()
+    assert background._worker is None or background._worker.pid is None
+    with Repository.open(tmp_path / "repo") as again:
+        assert value_at(again, "main") == 1
+
+
+@contextmanager
+def interrupt_soon() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_commit_whose_push_cannot_begin_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Repository.init(tmp_path / "there").close()
+    with Repository.init(tmp_path / "here") as repo:
+        repo.add_remote("tier", str(tmp_path / "there"))
+        with Held(repo):
+            pending = repo.commit_async(state_of(1), step=1, push_to="tier")
+            with no_thread_can_be_started("cas-ckpt-background"):
+                repo._committing.release()
+                made = pending.result(60)
+                repo._committing.acquire()
+        assert made.step == 1 and repo.head.commit == made.id
+        assert "not pushed to tier yet" in caplog.text
+        assert repo.commit(state_of(2), step=2, push_to="tier").step == 2
+        repo.wait_pushed()
+    with Repository.open(tmp_path / "there") as there:
+        assert there.latest("main").step == 2  # type: ignore[union-attr]
+
+
+def test_what_is_asked_of_a_pending_commit_is_checked(repo: Repository) -> None:
+    with Held(repo):
+        pending = repo.commit_async(state_of(1))
+        for wrong in ("x", float("nan"), float("inf")):
+            for ask in (pending.result, pending.exception, pending.wait_staged):
+                with pytest.raises(InvalidInputError, match="timeout_s is"):
+                    ask(wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match="callback is None"):
+            pending.add_done_callback(None)  # type: ignore[arg-type]
+        with pytest.raises(StillPendingError, match="has not ended after 0.01 s, it (is being made|waits)"):
+            pending.result(0.01)
 
 
 # ------------------------------------------------------------ others at the same time
@@ -488,6 +600,62 @@ def test_what_was_known_at_the_call_counts_whatever_is_committed_before_it(repo:
         pending = repo.commit_async(state, step=3, frozen="base", max_in_flight=3)
     assert pending.result().step == 3
     assert torch.equal(repo.load("main")["base"], state["base"])
+
+
+def test_what_a_pending_commit_makes_free_to_change_is_staged_as_it_is(repo: Repository) -> None:
+    state = {"base": torch.randn(500, 500), "head": torch.randn(100, 100)}
+    repo.commit_async(state, step=1, frozen="base").result()
+    state["base"].add_(1)
+    with Held(repo):
+        repo.commit_async(state, step=2, frozen="head", max_in_flight=3)
+        pending = repo.commit_async(state, step=3, frozen="base", max_in_flight=3)
+        wanted = state["base"].clone()
+        state["base"].add_(1)
+    assert pending.result().step == 3
+    assert torch.equal(repo.load("main")["base"], wanted)
+
+
+def test_the_staged_states_of_both_workers_together_keep_to_the_budget(tmp_path: Path) -> None:
+    budget = 9 << 20
+    with Repository.init(tmp_path / "repo") as repo:
+        with Held(repo):
+            first = repo.commit_async({"x": torch.ones(1 << 21)}, step=1, max_in_flight=2, staging_bytes=budget)
+            background = repo._background
+            assert background is not None and background._pool is not None
+            former = background._pool
+            held: list[int] = []
+            threading.Timer(0.5, repo._committing.release).start()
+            second = repo.commit_async(
+                {"x": torch.zeros(1 << 21)}, step=2, max_in_flight=2, staging_bytes=budget, worker="process"
+            )
+            held.append(former.held_bytes + background._pool.held_bytes)
+            second.result(60)
+            repo._committing.acquire()
+        assert first.done() and max(held) <= budget
+
+
+def test_a_repository_that_nobody_closes_gives_shared_memory_back(tmp_path: Path) -> None:
+    def commit_and_drop() -> None:
+        repo = Repository.init(tmp_path / "repo")
+        repo.commit_async(state_of(1), worker="process").result(60)
+        background = repo._background
+        assert background is not None and background._worker is not None
+        found.append(weakref.ref(background))
+
+    before, found = _shared_memory(), list[Any]()
+    commit_and_drop()
+    for _ in range(500):
+        gc.collect()
+        if found[0]() is None:
+            break
+        threading.Event().wait(0.01)  # the thread of the queue ends
+    assert found[0]() is None
+    assert _shared_memory() == before
+
+
+def _shared_memory() -> list[str]:
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    return [each for each in links if os.path.exists(each) and "cas-ckpt-staging" in os.readlink(each)]
 
 
 def test_progress_of_what_goes_on_in_the_background(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -191,6 +192,45 @@ def test_where_not_even_what_the_call_copies_fits_all_is_staged_or_saved_by_the_
     assert repo._background._pool.held_bytes <= staging_bytes
 
 
+@pytest.mark.parametrize("staging_bytes", [0, 4096])
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_where_the_call_stages_all_the_next_step_is_no_change(tmp_path: Path, staging_bytes: int, worker: str) -> None:
+    """Nobody waits for the commit or asks it anything before the step, which comes while its packs are written."""
+    training = Training()
+    with Repository.init(tmp_path / "repo") as repo:
+        for _ in range(4):
+            wanted = root_of(training)
+            pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=staging_bytes, worker=worker)
+            training.step()
+            assert pending.result().root == wanted
+
+
+def test_a_thread_that_only_looks_whether_all_is_staged_does_not_end_the_watch(
+    repo: Repository, held: HeldStager
+) -> None:
+    training = Training()
+    pending = repo.commit_async(training.state, snapshot="lazy")
+    assert pending._snapshot is not None
+    watch = pending._snapshot.watch
+    with repo._turn():
+        held.go_on.set()
+        looked: list[bool] = []
+        in_a_thread(lambda: looked.append(_until(lambda: pending.staged))).join(TIMEOUT_S)
+        assert looked == [True] and not watch._is_settled
+        with torch.no_grad():
+            training.model.first.weight.add_(1)  # ends after that look, as if it had begun before it
+    with pytest.raises(StateChangedError, match="first.weight"):
+        pending.result()
+
+
+def _until(true: Callable[[], bool]) -> bool:
+    for _ in range(TIMEOUT_S * 100):
+        if true():
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_several_commits_wait_for_one_another_and_a_step_for_all_of_them(repo: Repository, held: HeldStager) -> None:
     training = Training()
     wanted, pending = [], []
@@ -285,12 +325,14 @@ def test_a_change_that_is_seen_after_all_was_saved_is_not_published(
         assert repo.latest() == first
 
 
+@pytest.mark.parametrize("has_started", [False, True])
 def test_ctrl_c_while_the_thread_that_copies_starts_holds_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_started: bool
 ) -> None:
     class Interrupted(lazy.Background):
         def wake(self) -> None:
-            super().wake()
+            if has_started:
+                super().wake()
             raise KeyboardInterrupt
 
     training = Training()

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ import torch
 from hypothesis import given, settings
 
 from cas_ckpt import CancelledError, FrozenChangedError, InvalidInputError, PerRank, Repository
+from cas_ckpt.errors import PermissionDeniedError
+from cas_ckpt.training.background import commits
 from cas_ckpt.transfer import child_process
 from tests.processes import PIPE, Forked
 from tests.ranks import results, run_processes
@@ -204,6 +207,37 @@ def test_a_worker_that_was_stopped_before_a_commit_is_waited_for_or_replaced(
     assert repo.head.commit == made.id == repo.log("main")[0].id
     assert is_gone(pid)
     assert pid_of(repo) != pid
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_repository_that_was_opened_to_be_read_is_refused_at_the_call(tmp_path: Path, worker: str) -> None:
+    with Repository.init(tmp_path / "repo") as made:
+        first = made.commit({"x": torch.zeros(9)})
+    with Repository.open(tmp_path / "repo", read_only=True) as repo:
+        with pytest.raises(PermissionDeniedError, match="was opened to be read"):
+            repo.commit_async({"x": torch.ones(9)}, worker=worker)
+        assert repo.latest("main").id == first.id  # type: ignore[union-attr]
+
+
+def test_threads_that_call_first_at_once_have_one_worker(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Slow(commits.CommitWorker):
+        def __init__(self, handle: Any) -> None:
+            super().__init__(handle)
+            made.append(self)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(commits, "CommitWorker", Slow)
+    calls = [
+        threading.Thread(target=repo.commit_async, args=({"x": torch.full((9,), step)},), kwargs={"worker": "process"})
+        for step in range(3)
+    ]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert repo.drain(60) and len(made) == 1
 
 
 def test_a_repository_in_memory_is_refused_at_the_call() -> None:

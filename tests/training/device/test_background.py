@@ -49,6 +49,17 @@ def test_what_the_last_commit_stored_is_not_staged_again(staged: list[Box]) -> N
         assert not repo.fsck().problems
 
 
+def test_the_first_commit_of_a_repository_may_hold_the_same_bytes_twice(staged: list[Box]) -> None:
+    """Half of the chunks turn out to be there: from then on whole bands of columns are hashed where they are."""
+    matrix = random_tensor(torch.float32, 256, 8192)  # eight cells beside one another
+    state = {"model": matrix, "average": matrix.clone(), "last": matrix.clone()}
+    with hashed_on_device(Launches()), Repository.init("memory://first") as repo:
+        made = repo.commit_async(state, num_threads=1).result()
+        assert staged
+        assert same_bits(repo.load(made.id)["last"], matrix)
+        assert repo.commit(state).root == made.root
+
+
 def test_a_tensor_that_is_declared_frozen_for_the_first_time_is_staged_whole(staged: list[Box]) -> None:
     state = {"x": random_tensor(torch.float32, 5000)}
     with hashed_on_device(Launches()), Repository.init("memory://staged-whole") as repo:

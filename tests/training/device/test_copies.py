@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from contextlib import contextmanager
@@ -99,6 +100,15 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_that_is_said(
         arena.close()
     assert notes.asked == ["pin 2"]
     assert "could not be pinned (CUDA error 2)" in caplog.text
+
+
+def test_an_arena_that_nobody_closes_is_let_go_before_its_memory_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = Notes(monkeypatch)
+    arena = Arena(1 << 20)
+    pin(arena)
+    del arena
+    gc.collect()
+    assert notes.asked == ["pin 2", "unpin"]
 
 
 def test_inside_of_a_capture_of_a_graph_nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:

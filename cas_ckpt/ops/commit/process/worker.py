@@ -105,6 +105,7 @@ class CommitWorker:
         require_possible(handle)
         self._handle = handle
         self._child: ChildProcess | None = None
+        self._is_closed = False
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._identities = Identities()
         self._names = itertools.count()
@@ -118,15 +119,18 @@ class CommitWorker:
         child = self._child
         return child.pid if child is not None and child.alive else None
 
-    def start(self) -> None:
+    def start(self) -> ChildProcess:
         """Let the process start, if there is none: it is ready a second later. From any thread.
 
         Raises:
-            StorageError: no process can be started.
+            StorageError: no process can be started. InvalidInputError: after `close`.
         """
         with self._starting:
+            if self._is_closed:
+                raise InvalidInputError("this repository was closed: open it again")
             if self._child is None:
                 self._child = ChildProcess(ENTRY)
+            return self._child
 
     def commit(
         self, tree: Container, request: CommitRequest, *, arenas: Sequence[Arena] = (), peers: Peers = SOLO,
@@ -146,7 +150,7 @@ class CommitWorker:
         try:
             return self._attempt(*given)
         except ChildEnded as ended:  # before it began: nothing was done
-            _LOGGER.warning("the worker process had died, or was stopped, before this commit: another one: %s", ended)
+            _LOGGER.warning("the worker %s; it had not begun with this commit, another one makes it", ended)
             self._discard()
         try:
             return self._attempt(*given)
@@ -192,11 +196,7 @@ class CommitWorker:
         if child is not None and not child.alive:
             _LOGGER.info("worker process %d has ended since the last commit: another one is started", child.pid)
             self._discard()
-        self.start()
-        child = self._child
-        if child is None:
-            raise InvalidInputError("this repository was closed: open it again")
-        return child
+        return self.start()
 
     def _packed(
         self, child: ChildProcess, tree: Container, request: CommitRequest, arenas: Sequence[Arena], peers: Peers,
@@ -215,7 +215,7 @@ class CommitWorker:
             tree, identities=self._identities, pack_source=pack_source, allow_pickle=request.allow_pickle
         )  # fmt: skip
         return {
-            "repository": [handle.store.url, handle.index_place, _cache(handle)],
+            "repository": [handle.store.url, handle.index_place, _cache(handle), handle.read_only],
             "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
@@ -307,7 +307,9 @@ class CommitWorker:
                 _LOGGER.warning("a worker process is left until its medium answers: %s", ended)
 
     def close(self) -> None:
-        """End the process; a commit that it is making fails. Idempotent."""
+        """End the process, for good; a commit that it is making fails. Idempotent."""
+        with self._starting:
+            self._is_closed = True
         self._discard()
 
 
