@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -145,6 +146,31 @@ def test_the_quickstart_of_the_readme_runs_and_runs_again(tmp_path: Path) -> Non
         with cas_ckpt.Repository.open(tmp_path / "runs" / "ckpts") as repo:
             assert len(repo.log("main")) == runs
             assert len(repo.branches()) == 1 + runs
+
+
+def test_the_loop_of_the_reference_that_is_preempted_keeps_the_last_step_though_an_earlier_commit_failed(
+    tmp_path: Path,
+) -> None:
+    (program,) = [each for each in blocks(ROOT / "docs" / "reference.md", "python") if "SIGTERM" in each]
+    state = {"w": torch.zeros(9)}
+
+    def train(step: int) -> None:
+        state["w"].fill_(step)
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with cas_ckpt.Repository.init(tmp_path / "repo") as repo:
+            repo.commit_async(state, step=5, parents=["0123456789"])  # there is no such commit
+            names = {"repo": repo, "state": state, "train": train, "step": 5, "num_steps": 200}
+            exec(compile(program, "reference.md", "exec"), names)
+            assert names["made"] is True and names["step"] == 7
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with cas_ckpt.Repository.open(tmp_path / "repo") as repo:
+        assert repo.latest("main").step == 7  # type: ignore[union-attr]
+        assert repo.load("main")["w"].tolist() == [7] * 9
 
 
 def test_the_map_of_the_source_names_every_room_and_files_that_are_there() -> None:

@@ -121,13 +121,13 @@ class StateVerbs(Opened):
         fails of fails the commit on all.
 
         What a commit fails of is logged at once, and raised by `result`; if nobody has asked for that, by the next
-        `commit` or `commit_async` (as the cause of a BackgroundCommitError), or by `close`.
+        `commit` or `commit_async` (as the cause of a BackgroundCommitError), or by `drain` or `close`.
 
         Args:
             state: As for `commit`, as are all arguments that are not named here.
             staging_bytes: Memory that the staged states of this object may take together, on this rank, and that it
-                keeps for the next one. None: half of what is available. A state that is larger is saved in part while
-                the call lasts: it returns as soon as the rest fits.
+                keeps for the next one. None: half of what is available, shared by the ranks of a machine. A state that
+                is larger is saved in part while the call lasts: it returns as soon as the rest fits.
             snapshot: "copy": the state is copied while the call lasts. "lazy": parameters and optimizer state are
                 copied after it, while the next forward and backward run; the next step of an optimizer waits for
                 that. Who changes them otherwise calls `wait_staged` first: else the commit fails (StateChangedError).
@@ -136,7 +136,10 @@ class StateVerbs(Opened):
             max_in_flight: Commits that may be pending, this one included: the call waits until there are fewer.
         Raises:
             BackgroundCommitError: an earlier commit failed, and nobody has heard of it yet; nothing was begun.
-            Else as `commit`, but for what only making the commit shows: that is raised by `result`.
+            UnsupportedValueError: something in the state cannot be expressed; names its key.
+            InvalidInputError: an argument that cannot be read or stored.
+            PermissionDeniedError: the repository was opened to be read.
+            Whatever else `commit` raises is raised by `result`, for only making the commit shows it.
         """
         from cas_ckpt.training.background.commits import AsyncOptions
 
@@ -238,6 +241,8 @@ class StateVerbs(Opened):
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
             CorruptionError: names the tensor; `into` is untouched, if `atomic`.
             MemoryBudgetError: `memory_bytes` is too little; `into` is untouched.
+            PartialRestoreError: a target's own `load_state_dict` raised.
+            PeerError: another rank failed, is gone, or disagrees.
         """
         from cas_ckpt.training.verbs import checkout_state
 
