@@ -166,21 +166,22 @@ class BackgroundCommits:
             request = settled(request)
             with python_gc_paused():  # all along: each end of a pause is a search through what was made
                 tree, request = captured(state, request, peers)
-                is_known = None
+                is_known, declared = None, self._declared_by_pending()
                 if worker is None and memory is not None:  # another process cannot look at what is not staged
-                    memory = memory.now(self._declared_by_pending())
+                    memory = memory.now(declared)
                     is_known = _known(request, memory)
                 snapshot = Snapshot(tree, rank=peers.rank, allow_pickle=request.allow_pickle, is_known=is_known)
                 pending = PendingCommit(_described(request))
                 pending.watch(snapshot, self.queue.is_worker)
-                self._declared[pending] = KeyPatterns(request.frozen, request.frozen_keys)
                 job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker, after)
                 try:
+                    self._declared[pending] = KeyPatterns(request.frozen, request.frozen_keys)
                     self.queue.submit(pending, job.run)
                     if job.reads_cells_alone and options.copies_for_a_thread:
                         job.named = leave_out(snapshot.tensors, self.stored)
                     self._stage(state, snapshot, options, job, pending, thread_count(request.num_threads))
                 except BaseException as error:
+                    self._declared.pop(pending, None)  # it is not made, and may never be said to have ended
                     job.fail_with(error)
                     pending.told = True
                     if pending.done() or pending in self.queue.pending():

@@ -526,6 +526,14 @@ def test_by_default_the_ranks_of_a_machine_stage_in_half_of_what_is_available(
     assert repo._background._pool.held_bytes == (8 << 20) // num_neighbours
 
 
+def test_nothing_is_kept_of_commits_that_have_ended_or_could_not_begin(repo: Repository) -> None:
+    for step in range(5):
+        repo.commit_async(state_of(step), step=step).result()
+        with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(RuntimeError):
+            repo.commit_async(state_of(step))
+    assert repo._background is not None and len(repo._background._declared) <= 1
+
+
 def test_memory_of_the_live_state_and_of_the_staged_one_is_given_back(repo: Repository) -> None:
     state = state_of(1)
     storage = weakref.ref(state["w"].untyped_storage())
