@@ -11,6 +11,7 @@ handle above compares `packs()` with what the store lists and calls `add_packs` 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -307,20 +308,32 @@ def _has_views(database: Database, connection: Connection) -> bool:
 
 def _upgrade(database: Database) -> None:
     """Run the migrations in one writing transaction: another process waits, then finds the work done."""
-    from alembic import command
-    from alembic.config import Config
-
     from cas_ckpt.index.views import make_views
 
-    config = Config()
-    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
-    with _ONE_MIGRATION, database.writing() as connection:
+    with _ONE_MIGRATION, _only_warnings_of("alembic"), database.writing() as connection:
+        from alembic import command
+        from alembic.config import Config
+
+        config = Config()
+        config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
         config.attributes["connection"] = connection
         if database.schema is not None:
             postgres.make_schema(connection, database.schema)
         command.upgrade(config, REVISIONS[-1])
         if not _has_views(database, connection):
             make_views(connection)
+
+
+@contextmanager
+def _only_warnings_of(name: str) -> Iterator[None]:
+    """Inside, this log tells nothing of how tables are made: who trains with lines of INFO does not care."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def migrations_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_migrating_an_empty_database_makes_just_what_the_code_declares(tmp_path:
         METADATA.create_all(connection)
     other.close()
     assert _tables(migrated, views=False) == _tables(declared)
+
+
+def test_who_logs_lines_of_information_sees_none_of_how_tables_are_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Index.open(tmp_path / "index.sqlite", store_id=STORE):
+        assert [each.message for each in caplog.records if each.name.startswith("alembic")] == []
+    assert logging.getLogger("alembic").level == logging.NOTSET
 
 
 def test_the_code_knows_every_revision_and_needs_the_last(tmp_path: Path) -> None:
