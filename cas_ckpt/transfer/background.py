@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from cas_ckpt import clock
-
 
 class Background:
     """Does `work` in a thread of its own, which lives while there is something to do.
@@ -71,13 +69,9 @@ class Background:
         Raises:
             Whatever the work raised the last time.
         """
-        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
         with self._changed:
-            while self._running:
-                left_s = None if deadline_s is None else deadline_s - clock.monotonic_s()
-                if left_s is not None and left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
+            if not self._changed.wait_for(lambda: not self._running, timeout_s):
+                return False
             error, self._error = self._error, None
         if error is not None:
             raise error

@@ -281,6 +281,24 @@ def new_copy(source: ArraySource, box: Box, item_bytes: int, memory: Array) -> C
     return Copy(source, box, memory.view(raw_dtype(item_bytes)).reshape(box.sizes))
 
 
+def elements_of(pieces: Iterable[tuple[Box, Array]], box: Box, item_bytes: int) -> Array:
+    """The elements of `box`, which lies inside of one piece that was staged: its box, and raw items of its shape.
+
+    Raises:
+        InternalError: it does not.
+    """
+    seen = []
+    for held, array in pieces:
+        if held.sizes == box.sizes and held.offsets == box.offsets:
+            return array
+        if held.intersect(box) == box:
+            return array[box.relative_to(held).slices]
+        seen.append(held)
+    if not box.num_elements:
+        return np.empty(box.sizes, raw_dtype(item_bytes))
+    raise InternalError(f"{box} is not inside of one piece that was staged: {seen}")
+
+
 def copy_all(copies: Sequence[Copy], *, num_threads: int) -> None:
     """Copy all of them.
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt import clock
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.errors import CancelledError, InvalidInputError, StillPendingError, shown_value
 
@@ -188,14 +187,8 @@ class PendingCommit:
         return self.cancelled()
 
     def _wait(self, timeout_s: float | None) -> bool:
-        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
         with self._changed:
-            while not self.done():
-                left_s = None if deadline_s is None else deadline_s - clock.monotonic_s()
-                if left_s is not None and left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-        return True
+            return self._changed.wait_for(self.done, timeout_s)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid() and not self.done():

@@ -106,14 +106,8 @@ class CommitQueue:
             InvalidInputError: in a callback, which they wait for.
         """
         self.refuse_worker()
-        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
         with self._changed:
-            while self._in_flight():
-                left_s = None if deadline_s is None else deadline_s - clock.monotonic_s()
-                if left_s is not None and left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-        return True
+            return self._changed.wait_for(lambda: not self._in_flight(), timeout_s)
 
     def raise_failure(self, so: str = "This call did nothing: mend the cause, and call it again") -> None:
         """Raise what an earlier commit failed of, if nobody has heard of that yet; of several the first.

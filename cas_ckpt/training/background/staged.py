@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cas_ckpt.errors import ConflictError, InternalError
+from cas_ckpt.errors import ConflictError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.nodes import INLINE_BYTES
-from cas_ckpt.objects.spec import Box, Spec, raw_dtype
+from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import (
     PLAIN_NAME,
     ArraySource,
@@ -42,7 +42,7 @@ from cas_ckpt.objects.values import encode_value
 from cas_ckpt.training.background.changes import Watch, Watched
 from cas_ckpt.transfer.hashing import as_raw
 from cas_ckpt.transfer.rounds import aligned
-from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, new_copy
+from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, elements_of, new_copy
 
 Array: TypeAlias = np.ndarray[Any, Any]
 IsKnown: TypeAlias = Callable[[str, TensorItem, tuple[Box, ...]], bool]
@@ -131,14 +131,7 @@ class StagedTensor:
                     "were not staged, nothing was published; commit again"
                 )
             return arrays[number]
-        for held, array in zip(self.boxes, arrays, strict=True):
-            if held.sizes == box.sizes and held.offsets == box.offsets:
-                return array
-            if held.intersect(box) == box:
-                return array[box.relative_to(held).slices]
-        if not box.num_elements:
-            return np.empty(box.sizes, raw_dtype(self.item_bytes))
-        raise InternalError(f"{box} is not inside of one piece that was staged: {list(self.boxes)}")
+        return elements_of(zip(self.boxes, arrays, strict=True), box, self.item_bytes)
 
     def saved(self) -> None:
         """See `StagedSource`: what was read from live memory is not read again."""

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.transfer.hashing import most_read_at_once
 from cas_ckpt.transfer.serving import Served
+from cas_ckpt.transfer.staging import elements_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -43,14 +43,7 @@ class LentSource:
 
     def read(self, box: Box) -> Array:
         """See `ArraySource`."""
-        for held, array in self.pieces:
-            if held.sizes == box.sizes and held.offsets == box.offsets:
-                return array
-            if held.intersect(box) == box:
-                return array[box.relative_to(held).slices]
-        if not box.num_elements:
-            return np.empty(box.sizes, raw_dtype(self.item_bytes))
-        raise InternalError(f"{box} is not inside of one piece that was staged: {[held for held, _ in self.pieces]}")
+        return elements_of(self.pieces, box, self.item_bytes)
 
     def saved(self) -> None:
         """See `StagedSource`."""
