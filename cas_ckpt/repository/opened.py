@@ -43,7 +43,11 @@ class Opened:
             with self._in_background().calling(self._ranks.background):
                 yield
         elif verb in ("commit", "checkout"):
-            self._wait_for_pending(*self._in_flight())
+            try:
+                self._wait_for_pending(*self._in_flight())
+            except BaseException:
+                with collective_errors(self._ranks.peers):  # the others would wait for this rank
+                    raise
             with self._turn(), collective_errors(self._ranks.peers):
                 if verb == "commit" and self._background is not None:
                     self._background.queue.raise_failure()
@@ -76,12 +80,11 @@ class Opened:
         return [each for each in self._others if not each.wait(0)]
 
     def _wait_for_pending(self, *others: InFlight) -> None:
-        """Commits in the background that were begun before, and `others`, come before what is begun now."""
-        try:
-            for each in others:
-                each.wait()
-            if self._background is not None and self._background.queue.pid == os.getpid():
-                self._background.queue.drain()
-        except BaseException:
-            with collective_errors(self._ranks.peers):  # the others would wait for this rank
-                raise
+        """Commits in the background that were begun before, and `others`, come before what is begun now.
+
+        A save of DCP waits, too, which is no work of this object's ranks: nobody is told of what it fails of.
+        """
+        for each in others:
+            each.wait()
+        if self._background is not None and self._background.queue.pid == os.getpid():
+            self._background.queue.drain()

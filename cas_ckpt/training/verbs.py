@@ -26,7 +26,7 @@ from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision, revision_text
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
-from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
+from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import decode_layout
@@ -58,6 +58,7 @@ from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls
+from cas_ckpt.transfer.scatter import partly_written
 from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -237,7 +238,10 @@ def _restore(
             on_planned=note.planned, on_verified=on_verified, atomic=atomic,
         )  # fmt: skip
     plan.finish()
-    done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
+    try:
+        done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
+    except PeerError as error:
+        raise partly_written(error) from error
     note.num_bytes = sum(map(msgpack.unpackb, done))
     if peers.rank == 0 and note.complete:
         note.look_for_left_alone(tree)

@@ -130,6 +130,7 @@ class ChunkFiller:
         places = cover(chunk.places, chunk.num_bytes)
         if not all(is_plain(place, chunk.num_bytes) for place in places):
             return []
+        chunk.touched = chunk.touched or target is not None
         space = None if target is None or not target.flags.c_contiguous else target.reshape(-1).view(np.uint8).data
         found = []
         for place in places:
@@ -159,7 +160,6 @@ class ChunkFiller:
         if len(chunk.parts) != 1 or chunk.by_leaves or chunk.wanted_bytes != chunk.num_bytes:
             return False
         (part,) = chunk.parts
-        chunk.touched = True
         array = part.target.open(part.place)
         if not (extents := self._streamed(chunk, as_raw(array, part.item_bytes))):
             return False

@@ -219,12 +219,13 @@ def verify_and_scatter(
             fill_rest()
             peers.gather_all(b"")  # all targets of all ranks are filled
         except CkptError as error:
-            raise reworded(error, _partly_written(error)) from error
+            raise partly_written(error) from error
 
 
-def _partly_written(error: CkptError) -> str:
+def partly_written(error: CkptError) -> CkptError:
+    """`error`, which was raised when targets may have been written into, as it says then."""
     text = str(error)
-    return text if PARTLY_WRITTEN in text else f"{text}; {PARTLY_WRITTEN}"
+    return error if PARTLY_WRITTEN in text else reworded(error, f"{text}; {PARTLY_WRITTEN}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.refs import UNKNOWN_HEAD
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, PeerError
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.checkout import checkout
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.file import FileStore
@@ -125,6 +127,55 @@ def test_a_flipped_bit_is_found_and_what_was_overwritten_is_named(made: Path, pa
         with pytest.raises(CorruptionError):
             repo.load("main")
     _check_overwritten(caught.value, target)
+
+
+def test_a_damaged_chunk_that_is_decoded_before_it_is_put_in_place_leaves_its_tensor_alone(tmp_path: Path) -> None:
+    new_repository(tmp_path / "repo", encoding="planes").close()
+    target = {"a": torch.full((1 << 18,), 7.0)}
+    with Repository.open(tmp_path / "repo", group=None) as repo:
+        repo.commit({"a": torch.randn(1 << 18).bfloat16().float()})
+    pack, info = max(extents(tmp_path / "repo"), key=lambda each: each[1].stored_bytes)
+    flip(pack, info.end - 100)
+    with Repository.open(tmp_path / "repo", group=None) as repo, pytest.raises(CorruptionError) as caught:
+        repo.checkout("main", into=target, atomic=False)
+    assert caught.value.overwritten == () and (target["a"] == 7).all()
+
+
+def test_errors_that_are_not_ours_say_what_was_overwritten_too() -> None:
+    chunk = Mock(touched=True, parts=[Mock(key="a")])
+    with pytest.raises(MemoryError) as caught, checkout._naming_overwritten([chunk]):
+        raise MemoryError
+    assert vars(caught.value)["overwritten"] == ("a",)
+    assert "overwritten by then, at least in part: a; check out again" in caught.value.__notes__[0]
+
+
+class Interrupted:
+    """An object whose state cannot be restored on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.rank == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_rank_is_told_that_its_targets_are_written_when_another_one_fails_after_that(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"w": torch.ones(1000), "o": Interrupted(0)})
+
+    def work(peers: Peers) -> str:
+        target = {"w": torch.zeros(1000), "o": Interrupted(peers.rank)}
+        with Repository.open(tmp_path / "repo", group=peers) as repo:
+            with pytest.raises(KeyboardInterrupt if peers.rank else PeerError) as caught:
+                repo.checkout("main", into=target)
+            assert target["w"].all() and repo.head == UNKNOWN_HEAD
+        return str(caught.value)
+
+    assert "the targets may be partly written: check out again" in run_ranks(2, work)[0]
 
 
 def _check_overwritten(error: CkptError, target: Mapping[str, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from cas_ckpt.dcp.storage import group
 from cas_ckpt.dcp.storage.group import BackgroundSave, Turn, forget_in_background
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from tests.dcp.states import plain_state, same
+from tests.thread_peers import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -348,7 +350,12 @@ def test_a_save_that_failed_in_the_background_leaves_the_turn_free_and_is_logged
     with pytest.raises(CheckpointException, match="UnsupportedValueError"):
         failed.result()
     assert writer.commit is None
-    (line,) = [each for each in caplog.records if each.levelname == "ERROR" and each.name == "cas_ckpt"]
+    for _ in range(1000):  # the future says it first
+        found = [each for each in caplog.records if each.levelname == "ERROR" and each.name == "cas_ckpt"]
+        if found:
+            break
+        time.sleep(0.01)
+    (line,) = found
     assert "the save of step 7 that dcp.async_save began failed: " in line.message
     assert "UnsupportedValueError" in line.message
     dcp.async_save({"w": torch.ones(5)}, storage_writer=writer).result()  # type: ignore[union-attr]
@@ -376,13 +383,13 @@ def test_a_turn_that_nobody_ended_is_lost_with_its_thread() -> None:
 def test_while_one_thread_has_the_turn_another_is_refused(phase: str) -> None:
     turn, begun, done = Turn(), threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def _save_state_dict() -> None:  # as the function of DCP, inside of which a save plans
         turn.plan()
         with turn.writing() if phase == "write" else nullcontext():
             begun.set()
             done.wait(60)
 
-    holder = threading.Thread(target=hold)
+    holder = threading.Thread(target=_save_state_dict)
     holder.start()
     assert begun.wait(60)
     with pytest.raises(ConflictError, match="wait for its future first"):
@@ -393,6 +400,72 @@ def test_while_one_thread_has_the_turn_another_is_refused(phase: str) -> None:
     done.set()
     holder.join()
     turn.plan()
+
+
+def test_a_turn_that_nobody_ended_is_lost_with_the_save_though_its_thread_lives_on(repo: Repository) -> None:
+    class Fails(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            raise ZeroDivisionError
+
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(dcp.save, {"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo), planner=Fails())
+        with pytest.raises(CheckpointException, match="ZeroDivisionError"):
+            failed.result()
+        dcp.save({"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=3))
+    assert [commit.step for commit in repo.log("main")] == [3]
+
+
+class _SlowPlanner(DefaultSavePlanner):
+    """As of a large state."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        time.sleep(0.1)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+@pytest.mark.parametrize("pause_s", [0, 0.05])
+@pytest.mark.parametrize("one_planner", [False, True])
+@pytest.mark.parametrize("tag", [None, "final"])
+def test_a_writer_may_save_again_at_once_and_each_save_keeps_its_state_and_tag(
+    repo: Repository, pause_s: float, one_planner: bool, tag: str | None
+) -> None:
+    writer, planner = CasStorageWriter(repo), _SlowPlanner()
+    weights = torch.ones(1000)
+    first: Any = dcp.async_save(
+        {"w": weights}, storage_writer=writer, planner=planner, checkpoint_id=None if tag is None else "first"
+    )
+    time.sleep(pause_s)
+    dcp.save(
+        {"w": weights + 1}, storage_writer=writer, planner=planner if one_planner else _SlowPlanner(),
+        checkpoint_id=tag,
+    )  # fmt: skip
+    first.result()
+    assert [repo.load(each.id)["w"][0].item() for each in repo.log("main")] == [2, 1]
+    assert set(repo.tags()) == ({"first", "final"} if tag else set())
+    if tag:
+        assert [repo.load(name)["w"][0].item() for name in ("first", "final")] == [1, 2]
+    dcp.save({"w": weights + 2}, storage_writer=writer)  # without a tag, whatever was given before
+    assert len(repo.tags()) == (2 if tag else 0)
+
+
+def test_a_save_that_is_interrupted_while_it_waits_for_a_commit_tells_no_other_ranks_of_the_repository(
+    tmp_path: Path,
+) -> None:
+    Repository.init(tmp_path / "repo").close()
+
+    def work(peers: Any) -> list[int | None]:
+        with Repository.open(tmp_path / "repo", group=peers) as repo:
+            repo.commit_async({"w": torch.zeros(1000)}, step=1).result(60)
+            if peers.rank == 0:
+                assert repo._background is not None
+                interrupted = patch.object(repo._background.queue, "drain", side_effect=KeyboardInterrupt)
+                with interrupted, pytest.raises(KeyboardInterrupt):
+                    CasStorageWriter(repo, no_dist=True).storage_meta()
+            for step in (2, 3):
+                repo.commit({"w": torch.full((1000,), step)}, step=step)
+            return [each.step for each in repo.log("main")]
+
+    assert run_ranks(2, work, timeout_s=20) == [[3, 2, 1]] * 2
 
 
 def test_a_process_saves_and_tells_the_commit(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

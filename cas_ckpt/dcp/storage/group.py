@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,9 @@ _OVERTAKEN = (
     "wait for the future of a save before the next one is begun"
 )
 
+_SAVE_OF_DCP = "_save_state_dict"
+"""The function of torch inside of which a save plans and writes."""
+
 _numbers = itertools.count(1)
 
 
@@ -46,6 +50,11 @@ def next_save() -> int:
 
 class Alive(Protocol):
     """A thread that others started: what is asked of one, for threads are started in transfer/ alone."""
+
+    @property
+    def ident(self) -> int | None:
+        """Its number in this process."""
+        ...
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
@@ -68,8 +77,8 @@ class Turn:
     """Who saves now. A save plans first, then writes; both in one thread.
 
     A save whose planning failed elsewhere is never reported to us. So a thread that planned loses
-    its turn when it ends, plans again, or is the main thread (which cannot be inside a save
-    while another one begins, but for a moment).
+    its turn when it is not inside of DCP's save any more, plans again, or is the main thread (which
+    cannot be inside a save while another one begins, but for a moment).
     """
 
     def __init__(self) -> None:
@@ -89,7 +98,7 @@ class Turn:
         own = threading.current_thread()
         with self._lock:
             other = self._planner
-            waits = other is not None and other not in (own, threading.main_thread()) and other.is_alive()
+            waits = other is not None and other not in (own, threading.main_thread()) and _is_saving(other)
             if self._writer is not None or waits:
                 raise ConflictError(_BUSY)
             if number is not None and number < self._latest:
@@ -119,6 +128,14 @@ class Turn:
         finally:
             with self._lock:
                 self._writer = None
+
+
+def _is_saving(thread: Alive) -> bool:
+    """Whether `thread` is inside of a save of DCP now."""
+    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+    while frame is not None and frame.f_code.co_name != _SAVE_OF_DCP:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Turns:
@@ -173,6 +190,7 @@ class BackgroundSave:
         turns: Those that it takes, once it has come to its writer in this process.
         thread: The one that saves, once it has come to its writer in this process.
         pid: The process that began it.
+        staged: The state that it saves, until DCP brings that to the writer.
     """
 
     number: int
@@ -181,6 +199,7 @@ class BackgroundSave:
     turns: Turns | None = None
     thread: int | None = None
     pid: int = field(default_factory=os.getpid)
+    staged: object = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing of it goes on, however it ends; whether nothing does.
@@ -211,12 +230,6 @@ def forget_in_background(save: BackgroundSave) -> None:
     """It never came to DCP's executor."""
     with _making:
         _in_background[:] = [each for each in _in_background if each is not save]
-
-
-def in_background(number: int | None) -> BackgroundSave | None:
-    """The save of this number, if it goes on in the background of this process."""
-    with _making:
-        return next((each for each in _in_background if each.number == number), None)
 
 
 def _tell(ended: threading.Event, _: object) -> None:

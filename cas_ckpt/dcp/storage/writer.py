@@ -50,7 +50,6 @@ from cas_ckpt.dcp.storage.group import (
     Turns,
     branch_turn,
     forget_in_background,
-    in_background,
     members_of,
     next_save,
     note_in_background,
@@ -72,6 +71,9 @@ _LOGGER = logging.getLogger("cas_ckpt")
 DEFAULT_TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
 
+_MOST_FRAMES_OF_A_SAVE = 12
+"""Calls between `dcp.save`, which has the state as it was staged, and the hook of a writer that comes first."""
+
 _MOST_FRAMES = 3
 """Calls between DCP, which has the planner or the future, and a writer's hook that looks for it."""
 
@@ -87,6 +89,23 @@ class StoredEntry:
 
     commit: str
     key: str
+
+
+class _Begun(threading.local):
+    """What the save that begins in this thread was told before it comes to `set_up_storage_writer`.
+
+    Attributes:
+        given: The `checkpoint_id` that DCP was given for the save that begins next.
+        tag: That of the one that has begun.
+        number: Of the save, if it was staged before; None: it begins now.
+        background: The same save, as it goes on in the background of this process.
+    """
+
+    def __init__(self) -> None:
+        self.given: str | None = None
+        self.tag: str | None = None
+        self.number: int | None = None
+        self.background: BackgroundSave | None = None
 
 
 @dataclass(slots=True)
@@ -187,16 +206,16 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self.commit = None
         self._group = None
         self._saves: dict[int, _Save] = {}
-        self._number: int | None = None
+        self._begun = _Begun()
+        self._staged: int | None = None
+        self._brought: int | None = None
+        self._to_come: list[BackgroundSave] = []
         self._in_background: BackgroundSave | None = None
-        self._given: str | None = None
-        self._tag: str | None = None
-        self._staged_in = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Process executors send the writer to a process whose default group is ours over again.
         kept = ("_place", "_request", "_timeout_s", "_no_dist", "_own_tag", "_members")
-        return {name: getattr(self, name) for name in (*kept, "_number")} | {"_process_group": None}
+        return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_brought": self._staged}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin_empty()
@@ -214,22 +233,37 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP was given a `checkpoint_id` (or none): the tag of the next commit, and of no other."""
-        self._given = None if checkpoint_id is None else str(checkpoint_id)
+        """DCP was given a `checkpoint_id` (or none): the tag of the next commit of this thread, and of no other."""
+        if not _is_async_save(sys._getframe(1)):  # which asks again in the thread that saves
+            self._begun.given = None if checkpoint_id is None else str(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
         """What DCP writes into its log."""
-        return self._given or self._own_tag or self._place.url
+        return self._begun.given or self._begun.tag or self._own_tag or self._place.url
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here."""
-        about = StorageMeta(checkpoint_id=self.checkpoint_id)
-        self._tag, self._given = self._given, None
-        background = in_background(self._number)
-        if background is not None and threading.get_ident() != self._staged_in:
-            background.thread = threading.get_ident()
-        return about
+        """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here.
+
+        It asks before it gives the state to the planner, which an earlier save may still use: that is waited for here.
+        A save that was staged is known by its state, whatever else this writer saves meanwhile.
+        """
+        begun = self._begun
+        begun.tag, begun.given = begun.given, None
+        begun.background = self._staged_before(sys._getframe(1))
+        number, self._brought = self._brought, None  # of a process, which saves nothing else
+        if begun.background is not None:
+            self._come(begun.background)
+            begun.background.thread = threading.get_ident()
+            number = begun.background.number
+        begun.number = number
+        if number is None:  # else `stage` has waited; what was begun since comes behind this save's number
+            self._place.wait_for_commits()
+        with ExitStack() as opened:
+            wait_for_saves(
+                self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())), before=number
+            )
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begin a save in the background: a copy of `state_dict` on the host, which belongs to this save alone.
@@ -240,8 +274,9 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         with ExitStack() as opened:
             wait_for_saves(self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())))
         staged = stage_state(state_dict)
-        self._number, self._staged_in = next_save(), threading.get_ident()
-        self._in_background = BackgroundSave(self._number, self._place.url)
+        self._staged = next_save()
+        self._in_background = BackgroundSave(self._staged, self._place.url, staged=staged)
+        self._to_come.append(self._in_background)
         note_in_background(self._in_background)
         return staged
 
@@ -254,6 +289,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         if callable(getattr(future, "done", None)) and callable(getattr(future, "add_done_callback", None)):
             save.future = future
             future.add_done_callback(partial(_log_failure, self._request.step))
+            future.add_done_callback(lambda _: self._come(save))  # also if it never came to the writer
             self._place.note(save)
         else:  # another version of torch: later saves cannot wait for this one, and are refused while it goes on
             forget_in_background(save)
@@ -267,21 +303,16 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         Raises:
             ConflictError: another one is under way, or the tag exists. NoRepositoryError.
         """
-        number = None if threading.get_ident() == self._staged_in else self._number  # else dcp.save, after a failure
-        if number is None:  # else `stage` has waited; what was begun since comes behind this save's number
-            self._place.wait_for_commits()
-        self._number = None
-        tag = self._tag or self._given or self._own_tag
-        self._tag = self._given = None
+        begun = self._begun
+        number, background, tag = begun.number, begun.background, begun.tag or self._own_tag
+        begun.number = begun.background = begun.tag = None
         with self._place.opened() as handle:
             handle.require_writable()
             if tag is not None and check_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
                 raise ConflictError(f"checkpoint_id {tag!r} is a tag already: nothing is overwritten")
             turns = self._turns(handle)
-        background = in_background(number)
         if background is not None:
             background.turns = turns
-        wait_for_saves(self._place.url, lambda: turns, before=number)
         turns.plan(number)
         save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), tag, turns)
         self._saves[threading.get_ident()] = save
@@ -357,6 +388,24 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         if save.tag is not None:
             with self._place.opened() as handle:
                 create_tag(handle, save.tag, save.commit.id)
+
+    def _staged_before(self, frame: FrameType | None) -> BackgroundSave | None:
+        """The save whose state, as it was staged, DCP has in one of these frames, in the thread that saves it."""
+        for _ in range(_MOST_FRAMES_OF_A_SAVE):
+            if frame is None or not self._to_come:
+                break
+            state = frame.f_locals.get("state_dict")
+            for each in list(self._to_come):
+                if each.staged is state is not None:
+                    return each
+            frame = frame.f_back
+        return None
+
+    def _come(self, save: BackgroundSave) -> None:
+        """It has come to this writer, or never will: its state is not kept for that."""
+        with suppress(ValueError):
+            self._to_come.remove(save)
+        save.staged = None
 
     # --- one save -------------------------------------------------------------------------
 
@@ -469,6 +518,13 @@ def watch_finish_plan(writer: object, report: Callable[[BaseException], None]) -
     planner = _local(sys._getframe(2), "planner")
     if isinstance(planner, SavePlanner) and hasattr(planner, "__dict__"):
         vars(planner)["finish_plan"] = _Watched(planner, writer, report)
+
+
+def _is_async_save(frame: FrameType | None) -> bool:
+    """Whether the call that this frame is of, or was made by, is `dcp.async_save` and not the save that it begins."""
+    while frame is not None and frame.f_code.co_name not in ("save", "async_save"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "async_save"
 
 
 def _log_failure(step: int | None, future: Any) -> None:

@@ -111,13 +111,16 @@ def _naming_overwritten(chunks: Sequence[StoredChunk]) -> Iterator[None]:
     """Errors of the block say into which tensors something was written."""
     try:
         yield
-    except CkptError as error:
+    except BaseException as error:
         keys = sorted({part.key for chunk in chunks if chunk.touched for part in chunk.parts})
         if keys:
             more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
             text = f"overwritten by then, at least in part: {', '.join(keys[:_SHOWN_KEYS])}{more}; check out again"
-            error.args = (f"{error}; {text}", *error.args[1:])
-            error.overwritten = tuple(keys)
+            if isinstance(error, CkptError):
+                error.args = (f"{error}; {text}", *error.args[1:])
+            else:  # of memory, of a device, an interrupt
+                error.add_note(text)
+            vars(error)["overwritten"] = tuple(keys)
         raise
 
 

@@ -123,7 +123,7 @@ class BackgroundCommits:
         self._pool: StagingPool | None = None
         self._worker: CommitWorker | None = None
         self._calls = threading.Lock()
-        self._heard: list[BaseException] = []
+        self._call = threading.local()  # `is_submitted`: the other ranks will hear of this call by its commit
         self._declared: dict[PendingCommit, KeyPatterns] = {}
         self._former: list[StagingPool] = []  # closed, but for what a commit still reads
         self.stored: frozenset[Digest] = frozenset()  # of tensors on devices, by the last commit, if it was made
@@ -132,12 +132,11 @@ class BackgroundCommits:
     @contextmanager
     def calling(self, peers: Peers) -> Iterator[None]:
         """A call of `commit_async`: what is raised inside is told to the other ranks, as the end of this commit."""
+        self._call.is_submitted = False
         try:
             yield
         except BaseException as error:
-            if error in self._heard:
-                self._heard.remove(error)
-            elif peers.size > 1:
+            if not self._call.is_submitted and peers.size > 1:
                 pending = PendingCommit("a commit that could not begin")
                 pending.told = True
                 self.queue.submit(pending, _failing(error, peers))
@@ -177,6 +176,7 @@ class BackgroundCommits:
                 try:
                     self._declared[pending] = KeyPatterns(request.frozen, request.frozen_keys)
                     self.queue.submit(pending, job.run)
+                    self._call.is_submitted = True
                     if job.reads_cells_alone and options.copies_for_a_thread:
                         job.named = leave_out(snapshot.tensors, self.stored)
                     self._stage(state, snapshot, options, job, pending, thread_count(request.num_threads))
@@ -184,8 +184,7 @@ class BackgroundCommits:
                     self._declared.pop(pending, None)  # it is not made, and may never be said to have ended
                     job.fail_with(error)
                     pending.told = True
-                    if pending.done() or pending in self.queue.pending():
-                        self._heard.append(error)
+                    self._call.is_submitted = pending.done() or pending in self.queue.pending()
                     raise
         return pending
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import PerRank, Repository
+from cas_ckpt.core.tree import python_gc_paused
+from cas_ckpt.training.background import commits
+from cas_ckpt.transfer.peers import Peers
 from tests.ranks import results, run_processes
+from tests.thread_peers import run_ranks
 
 CASES = "tests.training.background.rank_cases"
 pytestmark = pytest.mark.slow
@@ -54,6 +62,34 @@ def test_what_one_rank_fails_of_is_told_on_all_and_all_go_on(path: str) -> None:
     assert first["after that"] == second["after that"] == 4
     assert first["in the end"] == second["in the end"] == 7
     assert first["steps"] == [7, 4, 1]
+
+
+def test_an_interrupt_when_a_call_has_staged_its_state_leaves_the_ranks_in_step(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this rank's next commit would meet the one after it of the others, from then on."""
+    interrupted = threading.Event()
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        with python_gc_paused():
+            yield
+        if threading.current_thread().name == "rank 1" and not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt  # where Python runs the handler of a signal that came before
+
+    monkeypatch.setattr(commits, "python_gc_paused", paused)
+
+    def work(peers: Peers) -> list[int | None]:
+        with Repository.open(path, group=peers) as repo:
+            for step in range(4):
+                interrupts = peers.rank == 1 and step == 0
+                with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+                    repo.commit_async({"w": PerRank(torch.full((9,), step))}, step=step)
+            assert repo.drain()
+            return [each.step for each in repo.log("main")]
+
+    assert run_ranks(2, work, timeout_s=20) == [[3, 2, 1, 0]] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
