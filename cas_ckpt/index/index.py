@@ -329,7 +329,7 @@ def _only_warnings_of(name: str) -> Iterator[None]:
     """Inside, this log tells nothing of how tables are made: who trains with lines of INFO does not care."""
     logger = logging.getLogger(name)
     before = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(max(before, logging.WARNING))
     try:
         yield
     finally:

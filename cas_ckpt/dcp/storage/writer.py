@@ -207,7 +207,6 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._group = None
         self._saves: dict[int, _Save] = {}
         self._begun = _Begun()
-        self._staged: int | None = None
         self._brought: int | None = None
         self._to_come: list[BackgroundSave] = []
         self._in_background: BackgroundSave | None = None
@@ -215,7 +214,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # Process executors send the writer to a process whose default group is ours over again.
         kept = ("_place", "_request", "_timeout_s", "_no_dist", "_own_tag", "_members")
-        return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_brought": self._staged}
+        brought = self._to_come[-1].number if self._to_come else None
+        return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_brought": brought}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin_empty()
@@ -274,8 +274,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         with ExitStack() as opened:
             wait_for_saves(self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())))
         staged = stage_state(state_dict)
-        self._staged = next_save()
-        self._in_background = BackgroundSave(self._staged, self._place.url, staged=staged)
+        self._in_background = BackgroundSave(next_save(), self._place.url, staged=staged)
         self._to_come.append(self._in_background)
         note_in_background(self._in_background)
         return staged

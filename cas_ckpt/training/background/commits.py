@@ -219,7 +219,6 @@ class BackgroundCommits:
     def _budget(self, pool: StagingPool, snapshot: Snapshot, options: AsyncOptions) -> int:
         """What may be held of `pool`."""
         if options.staging_bytes is not None:
-            self._former = [each for each in self._former if each.held_bytes]
             return options.staging_bytes - sum(each.held_bytes for each in self._former)
         budget = pool.held_bytes
         if snapshot.room > pool.free_bytes:  # to ask takes a millisecond
@@ -231,7 +230,7 @@ class BackgroundCommits:
         worker = self._worker if options.worker == WorkerKind.PROCESS else None
         if self._pool is not None and self._pool.shared != (worker is not None):
             self._pool.close()  # what a commit still reads is unmapped when it is given back
-            self._former.append(self._pool)
+            self._former = [each for each in (*self._former, self._pool) if each.held_bytes]
             self._pool = None
         if self._pool is None:
             self._pool = StagingPool(shared=worker is not None, prepare=pin, dismiss=self._dismiss)

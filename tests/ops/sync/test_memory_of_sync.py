@@ -82,11 +82,11 @@ def publish(handle: RepositoryHandle, root: Digest, others: Sequence[Node]) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
-@pytest.mark.parametrize(("made", "number", "allowed"), [(leaves, 60_000, 100), (many_lists, 6_000, 250)])
+@pytest.mark.parametrize(("made", "number", "allowed"), [(leaves, 150_000, 140), (many_lists, 6_000, 250)])
 def test_a_long_pack_of_nodes_is_indexed_in_little_memory(
     tmp_path: Path, made: Callable[[int], Iterator[Node]], number: int, allowed: int
 ) -> None:
-    """MB; with parts of any length the lists take 390."""
+    """MB; indexed all at once the leaves take 216, the lists 400."""
     decode_tree(next(made(1)).data)
     with_pack = new_repository(tmp_path / "there")
     pack = write_nodes(with_pack.store, list(made(number)))

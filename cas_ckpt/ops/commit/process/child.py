@@ -82,8 +82,8 @@ class Commits:
 
     def _opened(self, place: list[Any]) -> RepositoryHandle:
         if self._handle is None:
-            url, index_place, cache, read_only = place
-            self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache, read_only=read_only)
+            url, index_place, cache = place
+            self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
         return self._handle
 
 

@@ -150,7 +150,7 @@ class CommitWorker:
         try:
             return self._attempt(*given)
         except ChildEnded as ended:  # before it began: nothing was done
-            _LOGGER.warning("the worker %s; it had not begun with this commit, another one makes it", ended)
+            _LOGGER.warning("the worker had not begun with this commit when it ended, another one makes it: %s", ended)
             self._discard()
         try:
             return self._attempt(*given)
@@ -215,7 +215,7 @@ class CommitWorker:
             tree, identities=self._identities, pack_source=pack_source, allow_pickle=request.allow_pickle
         )  # fmt: skip
         return {
-            "repository": [handle.store.url, handle.index_place, _cache(handle), handle.read_only],
+            "repository": [handle.store.url, handle.index_place, _cache(handle)],
             "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
