@@ -33,6 +33,7 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.packs import pack_name
 from cas_ckpt.core.protocol import read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.ref_store import name_key
 from cas_ckpt.core.refs import (
     PLACEHOLDER_GENERATION,
     Generation,
@@ -341,12 +342,10 @@ def _cost(packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> dict[str, int]
     return {"new_bytes": new_bytes, "stored_bytes": stored_bytes, "num_new_chunks": len(chunks)}
 
 
-def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, lost: bool = False) -> Ref:
+def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str) -> Ref:
     """The ref, or a new placeholder (w2).
 
-    Args:
-        lost: See `publish_ref`. Else a ref whose record was lost is not begun again: history would begin anew, and the
-            old one be collected.
+    A ref whose record was lost is not begun again: history would begin anew, and the old one be collected.
     """
     try:
         ref = handle.refs.get(kind, name)
@@ -354,7 +353,7 @@ def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, lost
         check_free(handle, kind, name)
         key = ref_key(kind, name)
         # The store is asked once more: somebody may have begun it a moment ago.
-        if not lost and handle.refs.was_announced(key) and not exists(handle.store, key):
+        if handle.refs.was_announced(key) and not exists(handle.store, key):
             raise CorruptionError(
                 f'{key} is gone, and nobody deleted it: restore the file from a copy, or run repo.repair("refs")'
             ) from error
@@ -365,6 +364,22 @@ def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, lost
     if ref.target is None:
         check_free(handle, kind, name)
     return ref
+
+
+def _lost_ref(handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, generation: Generation) -> Ref:
+    """The ref, or what says that it was lost (w2 of a repair), once `target` is seen to be whole.
+
+    No placeholder is made, which would pass for the ref if its target never came: what says that the ref was made
+    stays alone until then, and ends every collection at the fence that does not find the ref.
+    """
+    try:
+        return handle.refs.get(kind, name)
+    except NotFoundError:
+        check_free(handle, kind, name)
+        require_complete(handle, target, generation)
+        lost = Ref(kind, name, None, PLACEHOLDER_GENERATION, (), record=None)
+        handle.refs.announce([lost.key])
+        return lost
 
 
 def was_published(handle: RepositoryHandle, branch: str, ours: Digest) -> bool:
@@ -437,7 +452,7 @@ def publish_ref(
         force: Move a ref that exists; else it must be new.
         note: Message of an annotated tag, reason of a pin; None leaves what there is.
         likely: Refs that may have the commit near their heads, which is then all that is asked of its history.
-        lost: It may have been there before, and its record been lost: this is its repair.
+        lost: See `publish_lost_ref`.
         signature: Of the tag with that note.
     Raises:
         SignatureError: the branch takes signed commits only.
@@ -447,7 +462,7 @@ def publish_ref(
     seen: Ref | None = None
     for _ in range(MAX_ATTEMPTS):
         generation = handle.begin_writing()
-        ref = _ref_for_writing(handle, kind, name, lost=lost)
+        ref = _lost_ref(handle, kind, name, target, generation) if lost else _ref_for_writing(handle, kind, name)
         if ref.target is not None and not force:
             raise ConflictError(
                 f"there is a {kind.label} {name!r} already: choose another name, or move it with force=True"
@@ -475,6 +490,24 @@ def publish_ref(
                 unforget(handle, [target])
             return named
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
+
+
+def publish_lost_ref(
+    handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, *, move: Move, note: str | None = None
+) -> Ref:
+    """The same for a ref that may have been there before, and whose record was lost: its repair.
+
+    Raises:
+        NotFoundError, ConflictError, SignatureError: as above; the ref is as lost as it was.
+    """
+    key = name_key(ref_key(kind, name))
+    was_known = exists(handle.store, key)
+    try:
+        return publish_ref(handle, kind, name, target, move=move, note=note, lost=True)
+    except NotFoundError:
+        if not was_known:  # else collections would wait for a ref that never was
+            handle.store.delete(key)
+        raise
 
 
 def publish_copied(

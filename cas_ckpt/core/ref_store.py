@@ -175,7 +175,7 @@ class RefStore:
 
         def get(each: tuple[RefKind, str, str]) -> Ref:
             ref = self.get(kind, each[1])
-            total.counted(ref.record, num_bytes=len(ref.record))
+            total.counted(ref, num_bytes=len(ref.record or b""))
             return ref
 
         if self._num_requests == 1:
@@ -275,9 +275,11 @@ class RefStore:
 
     def _remember(self, ref: Ref) -> Ref:
         """`ref`, whose record the next process will know again; its version is not known, so a listing reads it."""
-        known = self._remembered()
-        if self._cache is not None and self._lists_versions and known.get(ref.key, ("", b""))[1] != ref.record:
-            now = {**known, ref.key: ("", ref.record)}
+        known, record = self._remembered(), ref.record
+        if self._cache is None or not self._lists_versions or record is None:
+            return ref
+        if known.get(ref.key, ("", b""))[1] != record:
+            now = {**known, ref.key: ("", record)}
             with self._lock:
                 self._known = now
             self._cache.note_refs(now)

@@ -136,7 +136,7 @@ class Ref:
     Attributes:
         target: The commit, or None for a placeholder.
         generation: gc generation that the last writer had seen.
-        record: The stored bytes: what a swap expects to find.
+        record: The stored bytes: what a swap expects to find; None: nothing is stored.
         note: Message of an annotated tag, reason of a pin; else empty.
         signature: Of what a tag says; None: it is not signed.
         signed_only: The branch takes no commit that its signers did not sign (core/signed_branches.py).
@@ -148,7 +148,7 @@ class Ref:
     target: Digest | None
     generation: Generation
     log: tuple[Move, ...]
-    record: bytes
+    record: bytes | None
     note: str = ""
     signature: TagSignature | None = None
     signed_only: bool = False

@@ -16,7 +16,8 @@ from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
-from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.publish import publish_lost_ref
+from cas_ckpt.core.refs import RefKind, new_move
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -194,8 +195,11 @@ def _judge(played: Played, soundness: Soundness) -> None:
 def _may_be_told(scenario: Scenario, deed: str, error: BaseException, turns: Sequence[Turn]) -> bool:
     if isinstance(error, TransientStorageError):
         return any(turn.fault is not None for turn in turns)
-    if isinstance(error, CorruptionError):  # it sees an index that is being filled again, and does nothing
-        return deed.startswith("gc") and scenario.shares_index and "rebuild" in scenario.deeds.values()
+    if isinstance(error, CorruptionError):  # it sees an index that is being filled again, or a lost ref: does nothing
+        rebuilt = scenario.shares_index and "rebuild" in scenario.deeds.values()
+        lost = [each.split()[1] for each in scenario.deeds.values() if each.startswith("name ")]
+        named = any(f"refs/heads/{name}.ref is gone" in str(error) for name in lost)
+        return deed.startswith("gc") and (rebuilt or named)
     if isinstance(error, PeerError):
         return deed.startswith("rank")
     return isinstance(error, (ConflictError, NotFoundError))
@@ -248,6 +252,13 @@ def _rank(handle: RepositoryHandle, place: World, words: list[str]) -> str:
 def _branch(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
     """branch NAME COMMIT [force]"""
     return create_branch(handle, words[0], start=place.ids[words[1]], force="force" in words)
+
+
+def _name(handle: RepositoryHandle, place: World, words: list[str]) -> object:
+    """name BRANCH COMMIT: what a repair does for a branch that was lost."""
+    target = Digest(bytes.fromhex(place.ids[words[1]]))
+    move = new_move(None, target, "repaired", "tests")
+    return publish_lost_ref(handle, RefKind.BRANCH, words[0], target, move=move)
 
 
 def _tag(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
@@ -343,6 +354,6 @@ def _clone(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 
 DEEDS: dict[str, Deed] = {
     "branch": _branch, "commit": _commit, "delete": _delete, "forget": _forget, "gc": _gc, "merge": _merge,
-    "pin": _pin, "rank": _rank, "read": _read, "rebuild": _rebuild, "rename": _rename, "tag": _tag,
+    "name": _name, "pin": _pin, "rank": _rank, "read": _read, "rebuild": _rebuild, "rename": _rename, "tag": _tag,
     "push": _push, "clone": _clone, "undelete": _undelete,
 }  # fmt: skip

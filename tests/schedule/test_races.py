@@ -107,6 +107,16 @@ def test_4_and_so_is_one_that_was_being_made_when_the_collection_came(deed: str)
         assert all(isinstance(error, NotFoundError) for error in played.errors.values())
 
 
+def test_4_a_lost_branch_that_is_named_again_beside_a_collection_is_refused_or_saves_its_commit() -> None:
+    for played in at_every_request("garbage; W=name new b; G0=gc", "G0", all_of("W"), rest=True):
+        assert all(isinstance(error, NotFoundError) for error in played.errors.values())
+    missed = []
+    for played in at_every_request("garbage; W=name new b; G0=gc", "W", all_of("G0"), rest=True):
+        assert isinstance(played.errors.get("W", NotFoundError()), NotFoundError)
+        missed.append("new.ref is gone" in str(played.errors.get("G0", "")))
+    assert set(missed) == {False, True}
+
+
 @pytest.mark.parametrize("new", ["aaa", "zzz"])
 def test_5_a_branch_that_is_renamed_while_refs_are_scanned_keeps_its_commit(new: str) -> None:
     for played in at_every_request(f"tall paged; U=rename side {new}; G0=gc", "G0", all_of("U"), rest=True):

@@ -17,7 +17,7 @@ from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, known_commits, orphan_name, promised_commits, promisors, read_graph
 from cas_ckpt.core.protocol import read_gc_state
-from cas_ckpt.core.publish import publish_ref
+from cas_ckpt.core.publish import publish_lost_ref
 from cas_ckpt.core.ref_store import NAMES_PREFIX, name_record
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, default_author, new_move, ref_key
 from cas_ckpt.core.revisions import resolve
@@ -170,7 +170,7 @@ def _write(handle: RepositoryHandle, ref: _BrokenRef, content: _Content) -> None
     move = new_move(None, target, f"repaired: {content.origin}", default_author())
     if ref.record is None:
         if target is not None:
-            publish_ref(handle, kind, name, target, move=move, note=content.note or None, lost=True)
+            publish_lost_ref(handle, kind, name, target, move=move, note=content.note or None)
         return
     for _ in range(_ATTEMPTS):
         generation = handle.begin_writing()

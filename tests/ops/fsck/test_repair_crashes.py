@@ -9,16 +9,20 @@ import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
+from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.repair import repair_store
 from cas_ckpt.ops.fsck.report import RepairKind, RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CrashNow, FaultPlan, FaultyStore, die_after, die_before
 from tests.builders import commit, new_repository, numbers
 from tests.ops.fsck.fsck_cases import READ_ALL, arrays, check, copy_of, flip, repair
 
+ALL = GcOptions(min_age_s=0, reflog_expire_s=0)
 KINDS = frozenset({RepairKind.CHUNKS, RepairKind.PACKS, RepairKind.REFS})
 
 
@@ -116,3 +120,74 @@ def test_intact_bytes_that_are_replaced_are_stored_elsewhere_first(intact: Path,
     deleted = [at for at, effect in enumerate(log) if effect.name == "delete"]
     written = [at for at, effect in enumerate(log) if effect.where.startswith(("packs/", "damaged/"))]
     assert deleted and max(at for at in written if log[at].name != "delete") < min(deleted)
+
+
+@pytest.fixture
+def without_dev(tmp_path: Path) -> tuple[Path, str]:
+    """A repository that lost its index and the branch that alone keeps the commit whose id is given."""
+    handle = new_repository(tmp_path / "lost")
+    commit(handle, {"w": numbers(40, 40, seed=1)})
+    commit(handle, {"w": numbers(40, 40, seed=3)}, branch="gone")
+    delete_branch(handle, "gone")
+    assert collect_garbage(handle, ALL).deleted_packs  # so that repairs look at what is there
+    kept = commit(handle, {"w": numbers(40, 40, seed=2)}, branch="dev").id
+    handle.close()
+    for path in (tmp_path / "lost" / "index").glob("index.sqlite*"):
+        path.unlink()
+    (tmp_path / "lost" / "refs/heads/dev.ref").unlink()
+    return tmp_path / "lost", kept
+
+
+def missed(path: Path) -> list[str]:
+    """Where fsck finds refs lost; a collection refuses to work if, and only if, it finds some."""
+    found = [problem.where for problem in check(path).problems]
+    handle = RepositoryHandle.open(path)
+    if found:
+        with pytest.raises(CorruptionError, match=r"dev\.ref is gone"):
+            collect_garbage(handle, ALL)
+    else:
+        collect_garbage(handle, ALL)
+    handle.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [die_before, die_after])
+def test_a_ref_whose_repair_died_is_named_or_still_missed(
+    without_dev: tuple[Path, str], tmp_path: Path, plan: Callable[[int], FaultPlan]
+) -> None:
+    intact, kept = without_dev
+    wanted = arrays(intact, [kept])
+    request = RepairRequest(frozenset({RepairKind.REFS}), refs={"dev": kept})
+
+    def repaired(path: Path, dying: FaultPlan | None = None) -> FaultyStore:
+        store = FaultyStore(FileStore(path), dying)
+        repair_store(store, request, index_url=str(path / "index" / "index.sqlite"))
+        return store
+
+    for k in range(1, repaired(copy_of(intact, tmp_path / "count")).effects.count + 1):
+        path = copy_of(intact, tmp_path / "repo")
+        with pytest.raises(CrashNow):
+            repaired(path, plan(k))
+        missed(path)
+        assert arrays(path, [kept]) == wanted, k
+        repaired(path)
+        assert missed(path) == []
+        assert arrays(path, [kept]) == wanted, k
+
+
+def test_a_ref_whose_repair_failed_is_still_missed(without_dev: tuple[Path, str], tmp_path: Path) -> None:
+    path, kept = without_dev
+    (pack, *_) = sorted((path / "packs").glob("*/*.data"), key=lambda one: one.stat().st_mtime_ns)[1:]
+    pack.rename(tmp_path / "away")
+    done = repair(path, RepairKind.REFS, refs={"dev": kept})
+    assert [action.where for action in done.left] == ["refs/heads/dev.ref"]
+    (tmp_path / "away").rename(pack)
+    assert missed(path) == ["refs/heads/dev.ref"]
+    assert arrays(path, [kept])
+
+
+def test_a_ref_that_was_cut_to_nothing_is_made_again(intact: Path, tmp_path: Path) -> None:
+    path = copy_of(intact, tmp_path / "repo")
+    (path / "refs/heads/main.ref").write_bytes(b"")
+    assert repair(path, RepairKind.REFS, other=intact).ok
+    assert check(path).ok
