@@ -29,9 +29,10 @@ from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, PermissionDeniedError, StorageError
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import seal
+from cas_ckpt.storage.disk import in_turn, is_temporary, make_folders
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.probe import probe_conditions
-from cas_ckpt.storage.store import EmulatesConditions, Store, exists, translated
+from cas_ckpt.storage.probe import is_probe, probe_conditions
+from cas_ckpt.storage.store import RESERVED_PART, EmulatesConditions, Store, exists, translated, writing
 from cas_ckpt.storage.url import open_store
 
 
@@ -45,7 +46,7 @@ def init_repository(
     index_url: str | None = None,
     cache: str | os.PathLike[str] | None = AUTO,
 ) -> RepositoryHandle:
-    """A new repository at `url`, opened. A folder must not exist yet, or be empty.
+    """A new repository at `url`, opened. A folder must not exist yet, or be empty, or hold what a killed init left.
 
     Args:
         encoding, pack_bytes: None: what suits a local store, or one behind a network.
@@ -67,18 +68,22 @@ def init_repository(
         pack_bytes or (DEFAULT_PACK_BYTES if is_local else REMOTE_PACK_BYTES),
     )
     check_settings(config)
-    if isinstance(store, FileStore):
-        _check_root(store.root)
     try:
-        if index_url is not None:  # first, so that nothing is made if it cannot be
-            Index.open(index_url, store_id=config.store_id).close()
-        try:
-            config = _probed(store, config, single_writer=single_writer)
-            write_config(store, config)
-        except BaseException:
-            if index_url is not None:
-                Index.discard(index_url, store_id=config.store_id)
-            raise
+        if isinstance(store, FileStore):
+            _check_root(store.root)
+            with writing(RESERVED_PART):
+                make_folders(store.root / RESERVED_PART)  # where turns are taken
+        with in_turn(store, CONFIG_KEY):  # of processes that make it at once one does, and the others find it
+            _require_none(store)
+            if index_url is not None:  # first, so that there is no repository if it cannot be
+                Index.open(index_url, store_id=config.store_id).close()
+            try:
+                config = _probed(store, config, single_writer=single_writer)
+                write_config(store, config)
+            except BaseException:
+                if index_url is not None:
+                    Index.discard(index_url, store_id=config.store_id)
+                raise
         if index_url is not None and "://" in index_url:
             with suppress(InvalidInputError):  # with a password: each says it for himself
                 check_url(index_url)
@@ -161,16 +166,32 @@ def require_rights(handle: RepositoryHandle) -> None:
 
 def _check_root(path: Path) -> None:
     try:
-        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        taken = path.exists() and not (path.is_dir() and all(map(_is_beginning, path.iterdir())))
     except OSError as error:
         raise translated(error, "reading", str(path)) from error
     if taken:
         raise ConflictError(f"{path} exists and is not an empty folder: open what is there, or choose another place")
 
 
+def _is_beginning(path: Path) -> bool:
+    """Whether `path` is what an init makes before the config, so that an init that was killed left it."""
+    if path.is_symlink():
+        return False
+    if not path.is_dir():  # or it is gone by now: another init is at work
+        return is_probe(path.name)
+    if path.name == RESERVED_PART:
+        return all(is_temporary(each.name) for each in path.iterdir())
+    return all(f"{path.name}/{each.name}" == GC_STATE_KEY and not each.is_dir() for each in path.iterdir())
+
+
 def new_store_id() -> str:
     """A random name for a new repository."""
     return secrets.token_hex(16)
+
+
+def _require_none(store: Store) -> None:
+    if exists(store, CONFIG_KEY):
+        raise ConflictError(f"{store.url} holds a repository already: choose another place")
 
 
 def write_config(store: Store, config: Config) -> None:
@@ -180,8 +201,7 @@ def write_config(store: Store, config: Config) -> None:
         ConflictError: there is a repository already.
     """
     check_settings(config)
-    if exists(store, CONFIG_KEY):
-        raise ConflictError(f"{store.url} holds a repository already: choose another place")
+    _require_none(store)
     payload = {**asdict(config), "nonce": secrets.token_bytes(NONCE_BYTES)}
     with suppress(ConflictError):  # an init that died left one, or another init runs: theirs will do
         store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState(Generation(0, secrets.token_bytes(NONCE_BYTES)))))

@@ -28,6 +28,7 @@ import errno
 import fcntl
 import os
 import random
+import re
 import secrets
 import stat
 import threading
@@ -51,6 +52,8 @@ DEFAULT_CAPACITY = 64
 LOCK_NAME = "lock"
 """File in the folder of temporaries whose flock orders all changes of names; locks of turns begin with it, too."""
 
+_TEMPORARY_BYTES = 8
+_TEMPORARY = re.compile(rf"{LOCK_NAME}(-[0-9]+)?|[0-9]+-[0-9a-f]{{{2 * _TEMPORARY_BYTES}}}")
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 _WRITE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -184,6 +187,11 @@ class Temporary:
             os.unlink(self.path)
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a `TemporaryFolder` makes files of such names in its folder."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 class TemporaryFolder:
     """The folder root/tmp: where values are made and changes of names take turns."""
 
@@ -193,7 +201,7 @@ class TemporaryFolder:
     def create(self) -> Temporary:
         """A new, empty, locked temporary, open for writing."""
         while True:
-            path = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
+            path = self.folder / f"{os.getpid()}-{secrets.token_hex(_TEMPORARY_BYTES)}"
             descriptor = Descriptor(_in_folder(self.folder, os.open, path, _WRITE_NEW, 0o666))
             fcntl.flock(descriptor.fd, fcntl.LOCK_EX)  # waits only for a sweep that looks at it this very moment
             if os.fstat(descriptor.fd).st_nlink:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,14 @@ from cas_ckpt.storage.store import Store
 
 PROBE_PREFIX = "probe-"
 """How the key of a probe begins; it has one part, so that no folder is left where keys are paths."""
+
+_NAME_BYTES = 16
+_PROBE = re.compile(rf"{PROBE_PREFIX}[0-9a-f]{{{2 * _NAME_BYTES}}}")
+
+
+def is_probe(key: str) -> bool:
+    """Whether a probe has such a key: one that was killed leaves it."""
+    return _PROBE.fullmatch(key) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ def probe_conditions(store: Store) -> Verdict:
     Raises:
         StorageError: the store cannot be written at all.
     """
-    key = PROBE_PREFIX + secrets.token_hex(16)
+    key = PROBE_PREFIX + secrets.token_hex(_NAME_BYTES)
     mine, other, third = (secrets.token_bytes(16) for _ in range(3))
     store.put(key, mine)  # a store that cannot be written fails here, one that lacks conditions later
     store.delete(key)

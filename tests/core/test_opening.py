@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import sys
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.url import open_store
+from tests.processes import PIPE, Forked
 
 VERBS: list[Callable[[Repository], object]] = [
     lambda repo: repo.commit({"x": 3}), lambda repo: repo.checkout(into={"x": 0}), lambda repo: repo.load(),
@@ -84,6 +89,86 @@ def test_open_makes_what_is_not_there_if_it_is_asked_to(tmp_path: Path) -> None:
     (tmp_path / "full" / "somebody's").touch()
     with pytest.raises(CkptError, match="not an empty folder"):
         Repository.open(tmp_path / "full", create=True)
+
+
+FILE_EVENTS = {"open", "os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir", "sqlite3.connect"}
+"""Events of Python's audit before something happens to a file."""
+
+
+def open_killed_at_every_event(folder: Path, index_name: str) -> None:
+    """Make the repository folder/N in a process that is killed before its N-th event in there, for every N."""
+    Repository.init("memory://").close()  # imports all that the others would have to, each anew
+    for number in count():
+        place = folder / str(number)
+        if (process := os.fork()) == 0:
+            seen = count()
+
+            def hook(event: str, args: tuple[object, ...], seen: count[int] = seen, number: int = number) -> None:
+                if event in FILE_EVENTS and str(folder) in str(args[0]) and next(seen) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            Repository.open(place, create=True, index_url=str(folder / index_name) if index_name else None).close()
+            os._exit(0)
+        if os.waitpid(process, 0)[1] == 0:
+            return
+        print(number, flush=True)
+
+
+@pytest.mark.parametrize("index_name", ["", "index.sqlite"])
+def test_open_makes_what_another_was_making_when_it_was_killed(tmp_path: Path, index_name: str) -> None:
+    with Forked(open_killed_at_every_event, tmp_path, index_name, stdout=PIPE) as process:
+        numbers = process.stdout.read().split()
+    assert process.returncode == 0
+    assert len(numbers) >= 38
+    refused = {}
+    for number in numbers:
+        try:
+            Repository.open(tmp_path / number, create=True).close()
+        except CkptError as error:
+            refused[number] = str(error)
+    assert not refused
+    with Repository.open(tmp_path / numbers[20], create=True) as repo:
+        repo.commit({"x": 1})
+        assert repo.fsck().ok
+
+
+@pytest.mark.parametrize(
+    "name", ["tmp/somebody's", "gc/other", "gc/state/x", "probe-1", "probe-" + "0" * 32 + "/x", "tmp"]
+)
+def test_what_is_not_a_beginning_of_ours_is_left_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "repo" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    with pytest.raises(ConflictError, match="not an empty folder"):
+        Repository.open(tmp_path / "repo", create=True)
+    assert path.read_text() == "precious" and len(list((tmp_path / "repo").iterdir())) == 1
+
+
+def open_at_once(place: Path, index_name: str) -> None:
+    """Open what is not there in three processes at the same moment, again and again."""
+    Repository.init("memory://").close()
+    for number in range(10):
+        ready, gate = os.pipe()
+        processes = []
+        for _ in range(3):
+            if (process := os.fork()) == 0:
+                os.close(gate)
+                os.read(ready, 1)  # until it is closed by the other side
+                index_url = f"{place}/{number}.{index_name}" if index_name else None
+                Repository.open(place / str(number), create=True, index_url=index_url).close()
+                os._exit(0)
+            processes.append(process)
+        os.close(gate)
+        assert not any(os.waitpid(process, 0)[1] for process in processes)
+        os.close(ready)
+
+
+@pytest.mark.parametrize("index_name", ["", "index.sqlite"])
+def test_processes_that_make_one_repository_at_once_all_have_it(tmp_path: Path, index_name: str) -> None:
+    with Forked(open_at_once, tmp_path, index_name, stderr=PIPE) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.parametrize("index", [None, "index.sqlite"])
