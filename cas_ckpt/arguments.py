@@ -15,8 +15,9 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -31,7 +32,17 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 MOST_THREADS = 1024
+MOST_COMPARED = 10_000
+"""Names that a misspelt one is compared with: a fraction of a second."""
 _INT64 = 1 << 63
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence that says that there is no `name`: the most similar of `names`, or nothing."""
+    import difflib  # needed by those who mistype alone
+
+    similar = difflib.get_close_matches(name, islice(names, MOST_COMPARED), 1)
+    return f" (did you mean {similar[0]!r}?)" if similar else ""
 
 
 def _refused(name: str, given: object, wanted: str) -> InvalidInputError:

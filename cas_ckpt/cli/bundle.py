@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import Settings, flag, verb
+from cas_ckpt.cli.command import Settings, flag, verb, verb_group
 from cas_ckpt.cli.output import escaped, table
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.sync.bundle import BundleInfo
 
 
-@click.group("bundle")
+@verb_group("bundle")
 def bundle() -> None:
     """One file that carries commits, for where no network goes."""
 

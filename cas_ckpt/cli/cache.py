@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import SIZE, Settings, verb
+from cas_ckpt.cli.command import SIZE, Settings, verb, verb_group
 from cas_ckpt.cli.output import escaped, table, utc
 from cas_ckpt.core.host_cache import HostCache
 from cas_ckpt.errors import NotFoundError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.host_cache import CachedRepository
 
 
-@click.group("cache")
+@verb_group("cache")
 def cache() -> None:
     """What this host keeps of remote repositories, so that the next look costs few requests.
 

@@ -6,6 +6,7 @@ and nowhere else. What people write is read by core/units.py alone.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
 from cas_ckpt.core.pack_shards import parse_shard
@@ -204,6 +206,68 @@ def write_exit_codes(formatter: click.HelpFormatter, codes: Mapping[int, str]) -
     """The section of exit codes."""
     with formatter.section("Exit codes"):
         formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])
+
+
+OTHER_NAMES = {
+    "add": "commits are made in Python, by Repository.commit: there is nothing to add before",
+    "backup": "commits are made in Python, by Repository.commit; cas-ckpt import commits a file",
+    "blame": "see cas-ckpt log --key KEY",
+    "cat": "see cas-ckpt read",
+    "check": "see cas-ckpt fsck",
+    "commit": "commits are made in Python, by Repository.commit; cas-ckpt import commits a file",
+    "config": "see cas-ckpt status, remote, policy and signers",
+    "copy": "see cas-ckpt push",
+    "dump": "see cas-ckpt read",
+    "grep": "see cas-ckpt find, and cas-ckpt log --grep",
+    "merge": "see merge_states in docs/reference.md; cas-ckpt pull goes forward or rebases",
+    "prune": "see cas-ckpt forget, and cas-ckpt gc",
+    "rebase": "see cas-ckpt pull --rebase",
+    "reset": "see cas-ckpt branch --force NAME REVISION",
+    "restore": "see cas-ckpt checkout; a live state is restored in Python, by Repository.checkout",
+    "rev-parse": "see cas-ckpt resolve",
+    "save": "commits are made in Python, by Repository.commit; cas-ckpt import commits a file",
+    "snapshots": "see cas-ckpt log",
+    "switch": "see cas-ckpt checkout, and cas-ckpt branch --default NAME",
+    "unlock": "there are no locks to take away: a process that died holds none",
+}
+"""Verbs of git and restic that are called otherwise here, and how."""
+
+
+class NoSuchVerb(click.ClickException):
+    """A verb is called otherwise here; says how."""
+
+    exit_code = click.UsageError.exit_code
+
+
+class VerbGroup(click.Group):
+    """A group of verbs that helps whoever knows them by another name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb that `args` begins with. Raises UsageError with advice if there is none."""
+        name = args[0]
+        if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            advice = OTHER_NAMES.get(name) if ctx.parent is None else None
+            if advice is None:
+                similar = did_you_mean(name, self.list_commands(ctx))
+                raise click.UsageError(f"there is no verb {name!r}{similar}", ctx)
+            raise NoSuchVerb(f"there is no verb {name!r}: {advice}")
+        return super().resolve_command(ctx, args)
+
+
+def verb_group(name: str) -> Callable[[Callable[[], None]], VerbGroup]:
+    """Declare a verb that consists of others; its docstring is the description. By itself it prints its help."""
+
+    def declare(described: Callable[[], None]) -> VerbGroup:
+        @click.pass_context
+        def show_help(ctx: click.Context) -> None:
+            if ctx.invoked_subcommand is None:
+                click.echo(ctx.get_help())
+
+        return VerbGroup(name, callback=show_help, help=inspect.getdoc(described), invoke_without_command=True)
+
+    return declare
 
 
 def verb(

@@ -16,9 +16,6 @@ from cas_ckpt.progress import human_bytes
 if TYPE_CHECKING:
     from cas_ckpt.ops.history.find import FoundEntry
 
-NOTHING = 1
-"""Exit code where nothing is found, as of grep."""
-
 
 @verb(
     "find",
@@ -44,12 +41,12 @@ NOTHING = 1
 @flag("--commits", "of_commits", help="Show the commits that hold such entries, as log --oneline does.")
 @limit_option("At most N rows.")
 @click.pass_obj
-def find(settings: Settings, /, of_commits: bool, limit: int | None, **conditions: Any) -> int:
+def find(settings: Settings, /, of_commits: bool, limit: int | None, **conditions: Any) -> None:
     """Find entries in all of history, or commits that hold them, by what they are.
 
     Without --in or --at, all commits are searched that a branch, tag or pin leads to; forgotten ones are left out.
     What several commits have in common is one row, with the number of commits, the first and the last of them.
-    In a KEY, * and ? stay inside one component, ** crosses them. The exit code is 1 if nothing is found.
+    In a KEY, * and ? stay inside one component, ** crosses them.
     """
     given = {name: None if value == () else value for name, value in conditions.items()}
     wanted: dict[str, Any] = given | {"axes": conditions["axes"]}
@@ -63,10 +60,9 @@ def find(settings: Settings, /, of_commits: bool, limit: int | None, **condition
                 width, colour = settings.width, settings.colour
                 lines = (line_of(each, names.get(each.id, ()), width=width, colour=colour) for each in commits)
                 settings.page(None, lines)
-            return 0 if commits else NOTHING
+            return
         found = repo.find(**wanted, limit=limit)
     settings.page(found, table(_rows(found), right=frozenset({3, 5})))
-    return 0 if found else NOTHING
 
 
 _HEAD = ("kind", "dtype", "shape", "size", "object", "commits", "first", "last", "key")

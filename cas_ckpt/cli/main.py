@@ -19,6 +19,7 @@ import cas_ckpt
 from cas_ckpt.cli.command import (
     EXIT_CODES,
     Settings,
+    VerbGroup,
     asks_for_completion,
     settings_from_environment,
     shared_options,
@@ -106,7 +107,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
 PLACES = {name: place for verbs in SECTIONS.values() for name, place in verbs.items()}
 
 
-class Verbs(click.Group):
+class Verbs(VerbGroup):
     """The group of all verbs, each imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -138,7 +139,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
         ctx.exit()
 
 
-@click.group(cls=Verbs, invoke_without_command=True)
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-C", "repo", metavar="REPO", help="The repository. Default: $CAS_CKPT_REPO, else here or above.")
 @click.option("--index", metavar="URL", help="The index, if it is not in the repository. Default: $CAS_CKPT_INDEX.")
 @click.option(

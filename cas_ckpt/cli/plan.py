@@ -266,8 +266,9 @@ def restores(settings: Settings, revision: str | None, limit: int | None) -> Non
     """
     with settings.open() as repo:
         found = repo.restores(revision, limit=limit)
-    of = f" of {escaped(revision)}" if revision else ""
-    settings.page(found, table(_restored(found)) if found else [f"no restores{of} yet"])
+    if not found and not settings.quiet and not settings.json:
+        click.echo(f"no restores{f' of {escaped(revision)}' if revision else ''} yet", err=True)
+    settings.page(found, table(_restored(found) if found else ()))
 
 
 def _restored(found: Sequence[RestoreInfo]) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cas_ckpt import clock
-from cas_ckpt.cli.command import AGE, SIZE, Settings, flag, memory_option, shard_option, verb
+from cas_ckpt.cli.command import AGE, SIZE, Settings, VerbGroup, flag, memory_option, shard_option, verb
 from cas_ckpt.cli.output import escaped, report_error, table
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import SHORT_HEX
@@ -252,9 +252,16 @@ def watch(settings: Settings, remote: str, every_s: float, once: bool, max_bandw
 # --- remote ---------------------------------------------------------------------------------
 
 
-@click.group("remote")
-def remote() -> None:
-    """Other repositories under short names; what is set is part of the repository, so no secret may be in a URL."""
+@click.group("remote", cls=VerbGroup, invoke_without_command=True)
+@flag("-v", "--verbose", help="As git has it; URLs are always shown.")
+@click.pass_context
+def remote(ctx: click.Context, verbose: bool) -> None:
+    """Other repositories under short names; what is set is part of the repository, so no secret may be in a URL.
+
+    Without a verb they are listed.
+    """
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(remote_list)
 
 
 @verb("list", examples=["cas-ckpt remote list", "cas-ckpt remote list --json"])

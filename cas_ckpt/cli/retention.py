@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, shard_option, verb
+from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, shard_option, verb, verb_group
 from cas_ckpt.cli.output import cut, echo_json, escaped, subject, summary, table
 from cas_ckpt.errors import PermissionDeniedError
 from cas_ckpt.progress import human_bytes
@@ -146,7 +146,7 @@ def _row(one: DecidedCommit) -> tuple[str, ...]:
     return commit.short_id, f"{commit.time:%Y-%m-%d %H:%M}", step, why, subject(commit.message)
 
 
-@click.group("policy")
+@verb_group("policy")
 def policy() -> None:
     """The rules of retention that the repository carries; cas-ckpt forget --policy applies them."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cas_ckpt.cli.command import Settings, flag, verb
+from cas_ckpt.cli.command import Settings, flag, verb, verb_group
 from cas_ckpt.cli.output import escaped, plain, subject, table, utc
 from cas_ckpt.errors import ConflictError, InvalidInputError, SignatureError
 from cas_ckpt.objects.digest import SHORT_HEX
@@ -146,7 +146,7 @@ def _write(signed: Any, name: str) -> None:
 # --- branches that take signed commits only ---------------------------------------------------
 
 
-@click.group("signers")
+@verb_group("signers")
 def signers() -> None:
     """Branches that take signed commits only: whose signatures they take.
 

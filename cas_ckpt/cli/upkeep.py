@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, shard_option, verb
+from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, shard_option, verb, verb_group
 from cas_ckpt.cli.log import line_of
 from cas_ckpt.cli.output import escaped, plain, table, utc
 from cas_ckpt.cli.show import left_over
@@ -116,12 +116,12 @@ def _listed(names: Mapping[str, str]) -> str:
     return f"{len(names)} ({shown}{f' and {more} more' if more > 0 else ''})"
 
 
-@click.group("index")
+@verb_group("index")
 def index() -> None:
     """The index: a database of what is in the packs. It can always be made anew."""
 
 
-@click.group("store")
+@verb_group("store")
 def store() -> None:
     """Storage: where the packs and refs of a repository are kept."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol, TypeAlias
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of, log_rows
 from cas_ckpt.core.refs import Ref, RefKind, check_name, is_whole_id
@@ -159,7 +160,8 @@ def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[D
     if found is not None and found.target is not None:
         return found.target, found
     handle.refs.require_there()
-    raise NotFoundError(f"there is no branch, tag or commit {name!r}: see repo.branches() and repo.tags()")
+    similar = did_you_mean(name, (ref.name for ref in handle.refs.list(*kinds) if ref.target is not None))
+    raise NotFoundError(f"there is no branch, tag or commit {name!r}{similar}: see repo.branches() and repo.tags()")
 
 
 def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:

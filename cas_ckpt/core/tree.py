@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import node_children
@@ -302,21 +303,28 @@ def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:
             container = entry.node
         elif entry is None or depth + 1 < len(path):
             there = render_key(path[: depth if entry is None else depth + 1]) or "the root"
-            raise NotFoundError(f"there is no entry {key!r} ({there} is there): repo.ls(ref) lists the keys")
+            names = () if entry is not None else _page_for(handle, container, name)
+            similar = did_you_mean(key, (render_key((*path[:depth], each.name)) for each in names))
+            raise NotFoundError(f"there is no entry {key!r}{similar} ({there} is there): repo.ls(ref) lists the keys")
     return entry
 
 
 def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | None:
-    """The entry called `name` in one container, by way of the pages that may hold it."""
+    """The entry called `name` in one container."""
+    return next((entry for entry in _page_for(handle, container, name) if entry.name == name), None)
+
+
+def _page_for(handle: RepositoryHandle, container: Digest, name: Name) -> Sequence[Entry]:
+    """The entries of the one page of a container that holds `name`, if any does."""
     node = decode_tree(handle.read_node(ObjectKind.TREE, container))
     order = name_order(name)
     while node.height:
         at = bisect_right(node.pages, order, key=lambda page: name_order(page.first)) - 1
         if at < 0:
-            return None
+            return ()
         data = handle.read_node(ObjectKind.TREE_PAGE, node.pages[at].node)
         node = lower(decode_tree(data, page=True), node, node.pages[at])
-    return next((entry for entry in node.entries if entry.name == name), None)
+    return node.entries
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.state import Name, parse_key
@@ -94,6 +95,10 @@ def _behind(order: Order) -> Order:
     return (kind, number, text + b"\0") if kind else (kind, number + 1, text)
 
 
+MOST_OTHERS = 1_000
+"""Keys that matched nothing, which are kept to be named where a pattern looks like a slip of one."""
+
+
 class KeyPatterns:
     """A set of glob patterns over keys, for `keys=` and `frozen=`; remembers which of them ever matched.
 
@@ -110,6 +115,7 @@ class KeyPatterns:
         self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
         self._compiled = list(map(compile_pattern, self.patterns))
         self._used = [False] * len(self.patterns)
+        self._others: list[str] = []
 
     def __bool__(self) -> bool:
         return bool(self.patterns or self._keys)
@@ -120,6 +126,8 @@ class KeyPatterns:
         for at, pattern in enumerate(self._compiled):
             if pattern.fullmatch(key):
                 self._used[at] = found = True
+        if not found and len(self._others) < MOST_OTHERS:
+            self._others.append(key)
         return found
 
     @property
@@ -130,7 +138,12 @@ class KeyPatterns:
     def require_used(self) -> None:
         """Raise NotFoundError if a pattern has matched nothing."""
         if self.unused:
-            raise NotFoundError(f"no entry matches {', '.join(self.unused)}: repo.ls(ref) lists the keys")
+            raise self.unmatched()
+
+    def unmatched(self) -> NotFoundError:
+        """The error of patterns that have matched nothing."""
+        similar = did_you_mean(next(iter(self.unused), ""), self._others)
+        return NotFoundError(f"no entry matches {', '.join(self.unused)}{similar}: repo.ls(ref) lists the keys")
 
     def reaches(self, container: str) -> bool:
         """Whether a pattern could match a key below the key `container`; "" is the root."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph, unpushed_commits
@@ -348,7 +349,8 @@ def _ref(handle: RepositoryHandle, name: str) -> Ref:
             continue
     if not found:
         require_there(handle.store)
-        raise NotFoundError(f"there never was a branch, tag or pin {name!r}: see repo.branches()")
+        similar = did_you_mean(plain, (ref.name for ref in handle.refs.list(*(kinds or RefKind))))
+        raise NotFoundError(f"there never was a branch, tag or pin {name!r}{similar}: see repo.branches()")
     return next((ref for ref in found if ref.target is not None), found[0])
 
 

@@ -19,6 +19,7 @@ from cas_ckpt.cli.output import exit_code, one_line, report_error
 from cas_ckpt.objects.digest import seal
 from tests.cli.running import Ran, call, command, environment, run
 
+PACKAGE = Path(cas_ckpt.__file__).parent
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptError)]
 
 
@@ -93,8 +94,8 @@ PYTHON_ALONE = ("repo.checkout(REF, into=", "repo.commit(")
 def test_no_call_that_a_message_advises_reaches_a_shell_as_python() -> None:
     texts = [
         text
-        for path in Path(cas_ckpt.__file__).parent.rglob("*.py")
-        if "cli" not in path.parts and "testing" not in path.parts
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in ("cli", "testing")
         for text in messages(ast.parse(path.read_bytes()))
         if re.search(r"\brepo\.\w+\(|Repository\.\w+\(", text)
     ]
@@ -143,7 +144,7 @@ def test_what_is_there_already_is_a_conflict(place: Path) -> None:
 
 
 def test_bad_calls_are_usage_errors(place: Path) -> None:
-    fails(2, "such command 'lgo': see cas-ckpt --help", "lgo")
+    fails(2, "there is no verb 'lgo' (did you mean 'log'?): see cas-ckpt --help", "lgo")
     fails(2, "see cas-ckpt log --help", "-C", place, "log", "--nothing")
     fails(2, "see cas-ckpt read --help", "-C", place, "read", "main")
     fails(2, "'a b' is not a name", "-C", place, "branch", "a b")

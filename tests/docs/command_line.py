@@ -15,17 +15,34 @@ from cas_ckpt.cli.main import PLACES, SECTIONS, cli
 WIDTH = 120
 """Characters in a line of prose."""
 
+REVISIONS = ("REVISION", "[REVISION]", "REVISION...", "[REVISION]...", "REVISION REVISION...")
+
 ARGUMENTS = {
     "[REPO]": "where: a path or URL; the working directory if not given",
     "PATH": "a file or folder",
+    "FILE": "the file of the bundle",
+    "[FOLDER]": "where the clone is to be: a path or URL",
     "KEY": "the key of an entry",
     "[KEY]...": "keys or patterns",
     "[REF]": "a branch, tag or pin",
+    "[REF...]": "branches and tags, or REVISION:BRANCH",
     "URL": "a path or URL",
     "METRIC[:min|max]": "the name of a metric",
     "[NAME [REVISION]]": "the name, and the commit that it is to name",
     "NAME...": "names of pins",
     "[A [B] | A..B] [KEY]...": "one or two revisions; then keys or patterns",
+    "QUERY": "one SELECT; - reads it from standard input",
+    "[REVISION] [MESH]...": "a revision; then meshes to restore into, as dp=4,tp=2",
+    "[REMOTE]": "a remote's name, a URL or a path; origin if not given",
+    "[BRANCH]": "a branch there; the default branch if not given",
+    "PATTERN": "a branch, or a pattern of branches",
+    "[PATTERN]": "a branch, or a pattern of branches",
+    "[PATTERN...]": "patterns of branches there",
+    "NAME": "the name of a remote",
+    "OLD": "the name that the remote has",
+    "NEW": "the name that it gets",
+    "[URL|ID]": "a repository's URL or id; all if not given",
+    "[URL]": "the URL of a PostgreSQL database",
 }
 """What arguments stand for that are not revisions."""
 
@@ -58,7 +75,7 @@ def row(parameter: click.Parameter, context: click.Context) -> str:
         names = ", ".join(f"`{cell(name + value)}`" for name in (*parameter.opts, *parameter.secondary_opts))
         return f"| {names} | {'required' if parameter.required else shown} | {cell(parameter.help or '')} |"
     written = parameter.make_metavar(context)
-    meaning = ARGUMENTS.get(written) or ("a revision" if "..." not in written else "revisions")
+    meaning = ("revisions" if "..." in written else "a revision") if written in REVISIONS else ARGUMENTS[written]
     return f"| `{cell(written)}` | {'required' if parameter.required else shown} | {meaning} |"
 
 
@@ -95,7 +112,12 @@ def verbs() -> str:
     usual = ", ".join(map(str, ALWAYS))
     parts += [
         f"| exit code | meaning |\n| --- | --- |\n{codes}",
-        f"Every verb may end with {usual}; others are listed with it.",
+        paragraph(
+            f"Every verb may end with {usual}; others are listed with it. A list or search that finds nothing prints "
+            "nothing and ends with 0; a name (revision, key, metric, remote) that is not there is an error, 15. A "
+            "question that is answered by yes or no (`merge-base --is-ancestor`, `diff --exit-code`, `store check`) "
+            "ends with 0 or 1."
+        ),
     ]
     found: dict[str, list[str]] = {name: [] for name in PLACES}
     for names, command in commands(cli):

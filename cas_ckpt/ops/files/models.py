@@ -124,6 +124,8 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
             for file in (*files.weights, *files.side_files, *files.parts.values()):
                 check_inside(file, place)
         return files
+    if not os.path.lexists(place):
+        raise InvalidInputError(f"{place}: No such file or folder")
     kind = SUFFIXES.get(place.suffix.lower())
     if kind is None:
         raise InvalidInputError(

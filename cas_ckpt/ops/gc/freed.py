@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LiveSets, live_sets
@@ -60,7 +61,10 @@ def _named(refs: Sequence[Ref], name: str) -> Ref:
         for ref in refs:
             if ref.kind is kind and ref.target is not None and name in (ref.name, f"{kind.value}{ref.name}"):
                 return ref
-    raise NotFoundError(f"there is no branch, tag or pin {name!r}: see repo.branches(), repo.tags() and repo.pins()")
+    similar = did_you_mean(name, (ref.name for ref in refs if ref.target is not None))
+    raise NotFoundError(
+        f"there is no branch, tag or pin {name!r}{similar}: see repo.branches(), repo.tags() and repo.pins()"
+    )
 
 
 def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:

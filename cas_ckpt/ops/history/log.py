@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
@@ -81,7 +82,8 @@ def require_metric(handle: RepositoryHandle, name: str) -> None:
     """Raise NotFoundError, with the names that there are, if no commit has a metric `name`."""
     known = handle.index.read(history.metric_names)
     if name not in known:
-        raise NotFoundError(f"no commit has a metric {name!r}: there are {', '.join(known) or 'none'}")
+        similar = did_you_mean(name, known)
+        raise NotFoundError(f"no commit has a metric {name!r}{similar}: there are {', '.join(known) or 'none'}")
 
 
 def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, shown_value
+from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, Spec
 from cas_ckpt.objects.state import (
@@ -85,7 +85,7 @@ class Selection:
             return tree
         pruned = self._kept(tree, ())
         if self._patterns.unused or not isinstance(pruned, Container):
-            raise NotFoundError(f"no entry matches {', '.join(self._patterns.unused)}: repo.ls(ref) lists the keys")
+            raise self._patterns.unmatched()
         return pruned
 
     def _kept(self, item: Item, path: Path) -> Item | None:
