@@ -173,14 +173,17 @@ def holders(settings: Settings, revision: str, key: str) -> None:
 
 @verb("unique", examples=["cas-ckpt unique ft-math", "cas-ckpt unique refs/pins/paper"], also=[15])
 @click.argument("ref", default="HEAD")
+@flag("--with-remotes", help="Remote-tracking branches (origin/main) hold what they lead to.")
 @click.pass_obj
-def unique(settings: Settings, ref: str) -> None:
+def unique(settings: Settings, ref: str, with_remotes: bool) -> None:
     """Show what only one branch, tag or pin leads to.
 
-    That is what goes if it is deleted, at the first collection after its log has expired.
+    Remote-tracking branches do not count, or nothing were unique to a branch that was pushed. With
+    --with-remotes they do: then it is what goes if the ref is deleted, at the first collection after
+    its log has expired.
     """
     with settings.open() as repo:
-        found = repo.unique(ref)
+        found = repo.unique(ref, with_remotes=with_remotes)
     _print_freed(settings, found, f"only {escaped(ref)} leads to")
 
 

@@ -258,11 +258,13 @@ def _commit_rows(found: CommitUsage) -> Iterator[tuple[str, str]]:
 @click.option("--by", type=click.Choice(_BY), default=_BY[0], show_default=True, help="What a row is.")
 @keys_option("By tensor or dtype: only these; may be repeated.")
 @limit_option("By commit: at most N.")
+@flag("--with-remotes", help="By branch: remote-tracking branches (origin/main) hold what they lead to.")
 @flag("-b", "--bytes", "exact", help="Print bytes, without units.")
 @click.pass_obj
 def du(
-    settings: Settings, revision: str | None, by: str, keys: tuple[str, ...], limit: int | None, exact: bool
-) -> None:
+    settings: Settings, revision: str | None, by: str, keys: tuple[str, ...], limit: int | None, with_remotes: bool,
+    exact: bool,
+) -> None:  # fmt: skip
     """Show what each commit, branch, tensor or dtype costs.
 
     \b
@@ -274,7 +276,7 @@ def du(
     REVISION limits commits to those that it leads to, and says which commit's tensors are meant.
     """  # noqa: D301  # click wants this very character
     with settings.open() as repo, repo.one_look():
-        rows = repo.du(by, ref=revision, keys=keys or None, limit=limit)
+        rows = repo.du(by, ref=revision, keys=keys or None, limit=limit, with_remotes=with_remotes)
         commits = repo.log(all_refs=True) if by == "commit" else []
     labels = {commit.id: f"{commit.short_id} {subject(commit.message)}" for commit in commits}
     shown = str if exact else human_bytes

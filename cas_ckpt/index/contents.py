@@ -23,7 +23,7 @@ nothing of who asks.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
@@ -62,7 +62,7 @@ from cas_ckpt.index.schema import (
     PACKS,
     PENDING,
 )
-from cas_ckpt.index.texts import storable
+from cas_ckpt.index.texts import json_of, storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 
@@ -284,8 +284,8 @@ def _insert_edges_and_commits(
         rows.append((
             n, commit.digest, commit.root, commit.layout, commit.parents[0] if commit.parents else None,
             storable(commit.message), storable(commit.author), commit.time_us, commit.step,
-            None if commit.branch is None else storable(commit.branch), _json(commit.metrics), commit.meta,
-            _json(commit.stats),
+            None if commit.branch is None else storable(commit.branch), json_of(commit.metrics), commit.meta,
+            json_of(commit.stats),
         ))  # fmt: skip
         for table, some in rows_of_commit(n, commit).items():
             more[table] += some
@@ -296,18 +296,14 @@ def _insert_edges_and_commits(
 
 def rows_of_commit(number: int, commit: CommitRow) -> dict[Table, list[tuple[Any, ...]]]:
     """The rows of a commit besides its own: what only some commits have."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     for name, value in sorted(commit.metrics.items()):
-        metrics.setdefault(storable(name), float(value))
+        metrics.setdefault(storable(name), None if math.isnan(value) else float(value))
     return {
         MORE_PARENTS: [(number, at, parent) for at, parent in enumerate(commit.parents) if at],
         METRICS: [(number, name, value) for name, value in metrics.items()],
         LINEAGE: [(number, at, storable(e.kind), e.target, e.note) for at, e in enumerate(commit.lineage)],
     }
-
-
-def _json(values: Mapping[str, Any]) -> str | None:
-    return json.dumps(dict(values), separators=(",", ":")) if values else None
 
 
 # --- dropping -------------------------------------------------------------------------------

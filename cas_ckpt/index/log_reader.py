@@ -10,17 +10,17 @@ store that is meant.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from cas_ckpt.index.first_parents import LINE, line_as_log
 from cas_ckpt.index.open_lock import OpenLock
 from cas_ckpt.index.rows import REVISIONS, CommitRow
+from cas_ckpt.index.texts import read_json, read_metrics
 from cas_ckpt.objects.graph import CommitGraph
 
 _BUSY_TIMEOUT_S = 1.0
@@ -142,23 +142,11 @@ def _rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> Iterator[Lo
             _, digest, root, layout, first, message, author, time_us, step, branch, metrics, meta, stats = found[number]
             parents = () if first is None else (first, *merges.get(number, ()))
             row = CommitRow(
-                digest, root, parents, layout, message, author, time_us, step, branch, _loads(metrics), meta,
-                _loads(stats),
+                digest, root, parents, layout, message, author, time_us, step, branch, read_metrics(metrics), meta,
+                read_json(stats),
             )  # fmt: skip
             yield LoggedCommit(row, restored.get(root))
 
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, map(int, numbers)))
-
-
-_JSON = json.JSONDecoder()
-
-
-def _loads(text: str | None) -> dict[str, Any]:
-    if not text:
-        return {}
-    values, end = _JSON.raw_decode(text)
-    if end != len(text) or not isinstance(values, dict):
-        raise ValueError(f"{text!r} is not a mapping")
-    return values

@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from cas_ckpt.errors import ConflictError
 
-VIEWS_VERSION = 1
+VIEWS_VERSION = 2
 """Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
 
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
@@ -132,7 +132,7 @@ COMMITS = Table(
     Column("time_us", BigInteger, nullable=False),  # when, in microseconds since 1970
     Column("step", BigInteger),  # step of the training
     Column("branch", Text),  # the branch that it went to, where this index saw that
-    Column("metrics", Text),  # its metrics as JSON, in the order in which they were given
+    Column("metrics", Text),  # its metrics as JSON, in the order in which they were given; not finite: as text
     Column("meta", LargeBinary),  # the value given as `meta=`, encoded
     Column("stats", Text),  # what the commit cost, as JSON
 )
@@ -153,7 +153,7 @@ METRICS = Table(
     METADATA,
     _key("object_id", BigInteger),  # the commit
     Column("name", Text, primary_key=True),  # name of the metric
-    Column("value", Double, nullable=False),  # its value
+    Column("value", Double),  # its value; null: it is NaN, for which SQLite has no form
     sqlite_with_rowid=False,
 )
 """Metrics of commits, for searches."""

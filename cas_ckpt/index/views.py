@@ -70,14 +70,15 @@ _FULL_NAME = (
 _REF = (
     text(
         "name",
-        f"EXACT[substr({_FULL_NAME}, CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 12 ELSE 11 END)]",
-        "its name, as `main`",
+        f"EXACT[substr({_FULL_NAME}, CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 12 "
+        "WHEN 'refs/remot' THEN 14 ELSE 11 END)]",
+        "its name, as `main`, or `origin/main` of a remote",
     ),
     text(
         "kind",
         "CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 'branch' WHEN 'refs/tags/' THEN 'tag' "
-        "WHEN 'refs/pins/' THEN 'pin' END",
-        "`branch`, `tag` or `pin`",
+        "WHEN 'refs/pins/' THEN 'pin' WHEN 'refs/remot' THEN 'remote' END",
+        "`branch`, `tag`, `pin`, or `remote`: what a branch of a remote was when it was last asked",
     ),
 )
 _LAYOUT = "SELECT y.{0} FROM t_objects n CROSS JOIN t_layouts y WHERE n.digest = c.layout AND y.object_id = n.object_id"
@@ -123,7 +124,7 @@ _COMMITS = View(
         text("author", "c.author", "who made it"),
         *moment("time", "c.time_us", "when it was made"),
         integer("step", "c.step", "step of the training"),
-        text("metrics", "c.metrics", "its metrics as JSON; as rows they are in `metrics`"),
+        text("metrics", "c.metrics", "its metrics as JSON, NaN and infinities as text; as rows they are in `metrics`"),
         integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
         text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
         integer("total_bytes", "STAT[total_bytes]", "plain bytes of its tensors and values, as it was made"),
@@ -179,7 +180,7 @@ _PARENTS = View(
 )
 _REFS = View(
     "refs",
-    "each branch, tag and pin",
+    "each branch, tag, pin and remote-tracking branch",
     (
         *_REF,
         text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
@@ -209,7 +210,12 @@ _HISTORY = View(
 _METRICS = View(
     "metrics",
     "each metric of each commit",
-    (*_COMMIT, text("name", "EXACT[m.name]", "name of the metric"), real("value", "m.value", "its value")),
+    (
+        *_COMMIT,
+        text("name", "EXACT[m.name]", "name of the metric"),
+        real("value", "m.value", "its value; null: it is NaN"),
+        integer("is_nan", "CASE WHEN m.value IS NULL THEN 1 ELSE 0 END", "1: it is NaN; 0: a number, or infinite"),
+    ),
     "t_metrics m JOIN t_commits c ON c.object_id = m.object_id",
 )
 _LINEAGE = View(
@@ -565,7 +571,7 @@ _BRANCH_BYTES = View(
         integer(
             "unique_bytes",
             "CAST(sum(CASE WHEN b.num_owners = 1 THEN b.num_bytes ELSE 0 END) AS BIGINT)",
-            "those that no other branch, tag or pin leads to",
+            "those that no other branch, tag or pin leads to; remote-tracking branches do not count",
         ),
         integer(
             "shared_bytes",
@@ -576,7 +582,7 @@ _BRANCH_BYTES = View(
     """(
         WITH RECURSIVE led(owner, commit_no) AS (
             SELECT CASE v.kind WHEN 'branch' THEN v.name ELSE '' END, v.commit_no FROM refs v
-            WHERE v.commit_no IS NOT NULL
+            WHERE v.commit_no IS NOT NULL AND v.kind <> 'remote'
             UNION SELECT led.owner, o.object_id FROM led CROSS JOIN (
                 SELECT f.object_id, f.first_parent AS parent FROM t_commits f
                 UNION ALL SELECT m.object_id, m.parent FROM t_more_parents m

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -540,7 +541,7 @@ class CommitObject:
         parents: Ids of the commits that it follows, none for the first.
         time_us: Microseconds since the epoch.
         step: Training step, or None.
-        metrics: Finite numbers by name, in the user's order.
+        metrics: Numbers by name, in the user's order; of all NaNs only `math.nan`.
         meta: Encoded plain value of the user's metadata, or None.
         layout: Id of the layout node.
         stats: What the commit cost, counts and bytes by name.
@@ -565,6 +566,10 @@ class CommitObject:
 
 
 _Types: TypeAlias = Mapping[str, tuple[type, ...]]
+
+_DOUBLE = struct.Struct(">d")
+_NAN = _DOUBLE.pack(math.nan)
+"""The one NaN that a metric may be: others would give equal commits other ids."""
 
 _COMMIT_TYPES: _Types = {
     "root": (bytes,),
@@ -637,10 +642,12 @@ def decode_commit(data: bytes) -> CommitObject:
     metrics: dict[str, float] = {}
     for row in payload["metrics"]:
         match row:
-            case [str() as name, float() as number] if math.isfinite(number) and name not in metrics:
-                metrics[name] = number
+            case [str() as name, float() as number] if name not in metrics and (
+                number == number or _DOUBLE.pack(number) == _NAN
+            ):
+                metrics[name] = math.nan if number != number else number  # the same object, so that it equals itself
             case _:
-                raise CorruptionError("a commit has metrics that are not finite numbers by names, each name once")
+                raise CorruptionError("a commit has metrics that are not numbers by names, each name once")
     lineage: list[LineageEdge] = []
     for row in payload.get("lineage", ()):
         match row:

@@ -71,24 +71,30 @@ class UsageVerbs(Opened):
         return commit_stats(self._handle, ref)
 
     def du(
-        self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None
-    ) -> list[UsageRow]:
+        self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
+        with_remotes: bool = False,
+    ) -> list[UsageRow]:  # fmt: skip
         """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype".
 
         Args:
             ref: By commit: those it leads to (default: all). By tensor or dtype: the commit they are of.
             keys: By tensor or dtype: only these.
             limit: By commit: at most so many, the youngest.
+            with_remotes: By branch: what a remote-tracking branch leads to is shared with it.
         """
         from cas_ckpt.ops.history.usage import usage_rows
 
-        return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit)
+        return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit, with_remotes=with_remotes)
 
-    def unique(self, name: str = "HEAD") -> Freed:
-        """What only this branch, tag or pin leads to: what goes if it is deleted and its log has expired."""
+    def unique(self, name: str = "HEAD", *, with_remotes: bool = False) -> Freed:
+        """What only this branch, tag or pin leads to; remote-tracking branches (`origin/main`) do not count.
+
+        Args:
+            with_remotes: They count: what goes if the ref is deleted and its log has expired.
+        """
         from cas_ckpt.ops.gc.freed import unique_to
 
-        return unique_to(self._handle, name)
+        return unique_to(self._handle, name, with_remotes=with_remotes)
 
     def freed(self, *refs: Revision) -> Freed:
         """What forgetting these commits would free at the next collection; nothing is changed.

@@ -140,6 +140,16 @@ def test_metrics_are_a_table(place: Path) -> None:
     assert [(each["id"], each["metrics"]) for each in named] == [(found["second"], {"acc": 0.5})]
 
 
+def test_metrics_that_are_not_finite_are_shown_and_are_text_in_json(own: Path) -> None:
+    with Repository.open(own) as repo:
+        repo.commit(state(2), message="away", metrics={"loss": float("nan"), "norm": float("inf")})
+    assert "loss=nan norm=inf" in ok("-C", own, "log", "-n", "1", "--oneline")
+    for verb in ("log", "metrics"):
+        (shown,) = json.loads(ok("-C", own, verb, "-n", "1", "--json"), parse_constant=pytest.fail)
+        assert shown["metrics"] == {"loss": "nan", "norm": "inf"}
+    assert json.loads(ok("-C", own, "show", "--json"), parse_constant=pytest.fail)["commit"]["metrics"]["loss"] == "nan"
+
+
 def test_best_prints_the_best_commits(place: Path) -> None:
     found = ids(place)
     assert ok("-C", place, "best", "loss").splitlines()[1].split() == [found["tuned"][:12], "-", "1", "tuned"]

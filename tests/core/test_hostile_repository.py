@@ -298,7 +298,7 @@ LAYOUT: dict[str, Any] = {"world_size": 1, "mesh": [], "placements": {}, "aliase
     "changed",
     [
         {"metrics": [["loss", "low"]]},
-        {"metrics": [["loss", float("nan")]]},
+        {"metrics": [["loss", -float("nan")]]},
         {"metrics": [["loss", 1]]},
         {"metrics": [[1, 1.0]]},
         {"metrics": [["loss", 1.0], ["loss", 1.0]]},

@@ -141,9 +141,6 @@ MET: dict[str, Callable[[Repository], object]] = {
     "… exists and is not an empty folder": lambda repo: Repository.init(repo.url),
     "… was closed: open it again": lambda repo: (repo.close(), repo.log()),
     "a URL of … holds no credentials …": lambda repo: Repository.open("gs://key@bucket/ckpts"),
-    "… wanted a finite number (leave a NaN out, or put it into meta=)": (
-        lambda repo: repo.commit({}, metrics={"a": float("nan")})
-    ),
     "…Turn it into plain values, give its owner state_dict() and load_state_dict()…": (
         lambda repo: repo.commit({"a": object()})
     ),

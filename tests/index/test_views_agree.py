@@ -32,7 +32,7 @@ OF_THIS_INDEX = ("_no", "seen", "seen_s")
 
 NAMES = ["\0nul", "\ud800x", "q'\"", "a%_b*[c]", "line\nbreak", "é", "🎉", "Z", "a", "~", "", "{0}", "HEX[n.digest]"]
 TIMES_US = [-5, 2**63 - 1, 0, 10**15 + 999_999, 253_402_300_799_999_999]
-NUMBERS = [1e308, float("inf"), 1.5, -0.0, 5e-324]
+NUMBERS = [1e308, float("inf"), 1.5, -0.0, 5e-324, float("nan"), float("-inf")]
 
 
 @cache

@@ -47,7 +47,7 @@ COLUMNS = {
     "parents": "commit_id text, commit_no integer, position integer, parent_id text, parent_no integer",
     "refs": "name text, kind text, full_name text, commit_id text, commit_no integer",
     "history": "name text, kind text, commit_id text, commit_no integer",
-    "metrics": "commit_id text, commit_no integer, name text, value float",
+    "metrics": "commit_id text, commit_no integer, name text, value float, is_nan integer",
     "lineage": "commit_id text, commit_no integer, position integer, kind text, target_id text, target_no integer",
     "entries": "commit_id text, commit_no integer, key text, kind text, dtype text, shape text, num_bytes integer, "
     "num_chunks integer, object_id text, object_no integer, content text",

@@ -99,7 +99,7 @@ class CommitRequest:
             of whatever the branch names, which it begins if need be.
         create: The branch may be begun though its name is nearly that of another.
         orphan: The branch may be begun without a parent.
-        step: Training step. metrics: finite numbers by name.
+        step: Training step. metrics: Numbers by name; NaN and infinities too.
         meta: A plain value of the user's.
         on_conflict: "retry" goes on top of whatever head is there; "raise" reports that the
             branch moved since the call began.
@@ -269,11 +269,9 @@ def _metric(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(f"metric {name!r} is not a number that a float can hold: {error}") from error
     check_text("name of a metric", name)
-    if isinstance(value, (bool, str)) or not math.isfinite(number):
-        raise InvalidInputError(
-            f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)"
-        )
-    return number
+    if isinstance(value, (bool, str)):
+        raise InvalidInputError(f"metric {name!r} is {value!r}: wanted a number")
+    return math.nan if math.isnan(number) else number  # one NaN, so that equal commits have equal ids
 
 
 def capture_provenance(given: Mapping[str, Any], command: Sequence[str], folder: str | None = None) -> dict[str, Any]:

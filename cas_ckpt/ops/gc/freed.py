@@ -44,16 +44,19 @@ class Freed(Brief):
     kept: tuple[str, ...] = ()
 
 
-def unique_to(handle: RepositoryHandle, name: str) -> Freed:
+def unique_to(handle: RepositoryHandle, name: str, *, with_remotes: bool = False) -> Freed:
     """What only the branch, tag or pin `name` leads to, its log included.
 
+    Args:
+        with_remotes: What other remote-tracking branches lead to is not its own. Else these hold nothing, or a branch
+            that was pushed would have nothing for itself.
     Raises:
         NotFoundError: no such ref.
     """
     refs = list(handle.refs.every())
     ours = _named(refs, current_branch(handle) if name in HEAD_NAMES else name)
-    others = [ref for ref in refs if ref is not ours]
-    return _difference(handle, live_sets(handle, refs=refs), live_sets(handle, refs=others))
+    others = [ref for ref in refs if ref is not ours and (with_remotes or ref.kind is not RefKind.REMOTE)]
+    return _difference(handle, live_sets(handle, refs=[ours, *others]), live_sets(handle, refs=others))
 
 
 def _named(refs: Sequence[Ref], name: str) -> Ref:

@@ -155,6 +155,7 @@ def usage_rows(
     revision: Revision | None = None,
     keys: str | Sequence[str] | None = None,
     limit: int | None = None,
+    with_remotes: bool = False,
 ) -> list[UsageRow]:
     """The rows of `du`.
 
@@ -165,6 +166,8 @@ def usage_rows(
             are of (default: the default branch).
         keys: Patterns of the tensors wanted.
         limit: At most so many rows (of commits).
+        with_remotes: Of branches: what a remote-tracking branch leads to is shared with it. Else these hold nothing,
+            or a branch that was pushed would have nothing for itself.
     Raises:
         NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together.
     """
@@ -175,11 +178,13 @@ def usage_rows(
     of_content = kind in (UsageBy.TENSOR, UsageBy.DTYPE)
     if (keys is not None and not of_content) or (revision is not None and kind is UsageBy.BRANCH):
         raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
+    if with_remotes and kind is not UsageBy.BRANCH:
+        raise InvalidInputError(f"du by {kind.value} takes no with_remotes: it is for branches")
     handle.sync()
     if of_content:
         return _by_content(handle, resolve(handle, revision or "HEAD"), kind, keys)
     if kind is UsageBy.BRANCH:
-        return _by_branch(handle)
+        return _by_branch(handle, with_remotes=with_remotes)
     every = list(_commits(handle))
     rows = every if revision is None else _commits(handle, revision)
     return _by_commit(handle, list(islice(rows, limit)), every)
@@ -220,8 +225,8 @@ def _by_commit(handle: RepositoryHandle, rows: Sequence[CommitRow], every: Seque
     return found
 
 
-def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
-    kept, names = _kept_by_branches(handle)
+def _by_branch(handle: RepositoryHandle, *, with_remotes: bool) -> list[UsageRow]:
+    kept, names = _kept_by_branches(handle, with_remotes=with_remotes)
     holders: dict[bytes, int] = {}
     for row, held in kept:
         holders[row.root] = holders.get(row.root, 0) | held
@@ -239,13 +244,15 @@ def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
     return found
 
 
-def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, int]], list[str]]:
+def _kept_by_branches(
+    handle: RepositoryHandle, *, with_remotes: bool
+) -> tuple[list[tuple[CommitSize, int]], list[str]]:
     """Commits that keep their data, each with the branches that keep it, as bits; and the names of the branches.
 
     The bit after those of the branches means all other refs. A commit that was forgotten is kept by what names it, and
     not by what leads to it.
     """
-    refs = list(handle.refs.list())
+    refs = [ref for ref in handle.refs.list() if with_remotes or ref.kind is not RefKind.REMOTE]
     names = sorted(ref.name for ref in refs if ref.kind is RefKind.BRANCH)
     bits = {name: 1 << bit for bit, name in enumerate(names)}
     naming: dict[bytes, int] = {}

@@ -44,9 +44,9 @@ class Best:
     largest: bool = False
 
     def rank(self, metrics: Mapping[str, float]) -> float | None:
-        """The better, the smaller; None without the metric, or with NaN."""
+        """The better, the smaller; None without the metric, or if it is not finite."""
         value = metrics.get(self.metric)
-        if value is None or math.isnan(value):
+        if value is None or not math.isfinite(value):
             return None
         return -value if self.largest else value
 

@@ -116,6 +116,17 @@ def test_a_divided_tensor_among_what_each_rank_keeps_is_refused_with_its_key() -
     assert all(isinstance(error, CkptError) and "own/" in str(error) for error in found)
 
 
+def test_ranks_agree_on_a_metric_that_is_nan() -> None:
+    store = new_store()
+
+    def work(peers: Peers) -> Any:
+        request = CommitRequest(metrics={"loss": -float("nan") if peers.rank else float("nan")})
+        return commit_tree(on(store), state_of({"a": 1}, {}, peers.rank), request, peers=peers)
+
+    first, second = run_ranks(2, work, timeout_s=TIMEOUT_S)
+    assert first.id == second.id
+
+
 def test_metrics_that_differ_in_the_sign_of_zero_are_named() -> None:
     store = new_store()
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cas_ckpt import Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.units import parse_ranking
+from cas_ckpt.core.units import commit_filter, parse_ranking
 from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.query import QueryLimits
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.history.log import best_commits, metrics_table
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.history.log import best_commits, log_commits, metrics_table
+from cas_ckpt.ops.history.sql import query_index
 from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, new_repository
 
@@ -53,6 +58,36 @@ def test_forgotten_commits_are_not_ranked_unless_a_ref_names_them(repo: Reposito
     found = {each.commit.message: Digest(bytes.fromhex(each.commit.id)) for each in best_commits(repo, "loss", limit=9)}
     write_forgotten(repo.store, [found["c1"], found["ft"]], author="me")
     assert best(repo, "loss", limit=2) == [("ft", 0.5), ("c3", 1.0)]
+
+
+NAN, INF, LIMITS = float("nan"), float("inf"), QueryLimits(100, 1 << 20, 20.0)
+
+
+def test_a_commit_whose_metric_is_not_a_number_is_made_and_ranked_behind_the_others(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    values = [NAN, INF, 2.0, -INF, 1.0]
+    for number, loss in enumerate(values):
+        commit(handle, {"x": number}, message=str(loss), metrics={"loss": loss, "one": 1.0})
+    assert [name for name, _ in best(handle, "loss", limit=9)] == ["1.0", "2.0", "-inf", "inf", "nan"]
+    assert [name for name, _ in best(handle, "loss", limit=9, largest=True)] == ["2.0", "1.0", "inf", "-inf", "nan"]
+    assert [repr(each.metrics["loss"]) for each in reversed(metrics_table(handle))] == list(map(repr, values))
+    below = log_commits(handle, wanted=commit_filter(metrics="loss<inf"))
+    assert [each.message for each in below] == ["1.0", "-inf", "2.0"]
+    found = query_index(handle, "SELECT value, is_nan FROM metrics WHERE name = 'loss' ORDER BY commit_no", {}, LIMITS)
+    assert found.rows == ((None, 1), (INF, 0), (2.0, 0), (-INF, 0), (1.0, 0))
+    as_json = query_index(handle, "SELECT json_extract(metrics, '$.loss') FROM commits ORDER BY commit_no", {}, LIMITS)
+    assert as_json.rows == (("nan",), ("inf",), (2.0,), ("-inf",), (1.0,))
+
+
+def test_commits_that_say_nan_are_equal_whichever_nan_it_was(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, {"x": 1}, metrics={"loss": -NAN})
+    (first,) = metrics_table(handle)
+    assert first.metrics == {"loss": math.nan}
+    assert check_open(handle).ok
+    with Repository.open(tmp_path / "repo") as repo:
+        repo.rebuild_index()
+        assert [commit.metrics for commit in repo.log()] == [first.metrics]
 
 
 def test_a_metric_that_nobody_has_is_named_with_those_that_there_are(repo: RepositoryHandle) -> None:

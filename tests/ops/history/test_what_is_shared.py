@@ -8,16 +8,22 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
+from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index.query import QueryLimits
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.freed import freed_by, unique_to
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.lineage import CELLS_PER_TENSOR, holders_of, nearest_to_commit, nearest_to_state
+from cas_ckpt.ops.history.sql import query_index
+from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, delete_branch
+from cas_ckpt.ops.sync.push import PushRequest, push
+from cas_ckpt.ops.sync.remotes import add_remote
 from tests.builders import commit, new_repository, numbers, state
 
 BODY = numbers(300, 700, seed=1)
@@ -84,6 +90,23 @@ def test_what_is_unique_to_a_branch_is_what_deleting_it_frees(repo: RepositoryHa
     delete_branch(repo, "stranger")
     gone = collect(repo)
     assert stranger.stored_bytes <= gone <= stranger.stored_bytes + 2000  # headers and directories of packs
+
+
+def test_a_branch_that_was_pushed_still_has_bytes_of_its_own(repo: RepositoryHandle, tmp_path: Path) -> None:
+    before = unique_to(repo, "stranger"), usage_rows(repo, "branch")
+    assert before[0].stored_bytes and all(row.unique_bytes for row in before[1])
+    init_repository(tmp_path / "tier").close()
+    add_remote(repo, "origin", str(tmp_path / "tier"))
+    push(repo, PushRequest("origin", every_branch=True))
+    assert (unique_to(repo, "stranger"), usage_rows(repo, "branch")) == before
+    assert unique_to(repo, "stranger", with_remotes=True).stored_bytes == 0
+    assert {row.unique_bytes for row in usage_rows(repo, "branch", with_remotes=True)} == {0}
+    query = "SELECT r.name, r.full_name, b.unique_bytes FROM refs r JOIN branch_bytes b ON r.name = 'origin/' || b.name"
+    limits = QueryLimits(100, 1 << 20, 20.0)
+    assert query_index(repo, query + " WHERE r.kind = 'remote' ORDER BY 1", {}, limits).rows == tuple(
+        (f"origin/{row.name}", f"refs/remotes/origin/{row.name}", row.unique_bytes) for row in before[1]
+    )
+    assert set(query_index(repo, "SELECT kind FROM history WHERE name = 'origin/ft'", {}, limits).rows) == {("remote",)}
 
 
 def test_a_name_that_is_no_ref_has_nothing_of_its_own(repo: RepositoryHandle) -> None:
