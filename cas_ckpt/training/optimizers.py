@@ -6,19 +6,22 @@
 This is the form of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, but made
 without the step that torch takes there when an optimizer has no state yet.
 
-Invariant: reading changes nothing, and loading changes the dtype of no state tensor. Must not
-know where names come from.
+Invariant: reading changes nothing, and loading changes neither the dtype of a state tensor nor the type of what it is
+in. Must not know where names come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cas_ckpt.errors import MismatchError
+from cas_ckpt.objects.structures import made_like, structure_of
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
@@ -148,9 +151,86 @@ class NamedOptimizer:
         return OptimizerForm(raw, groups, names, dict(zip(keys, (p for group in params for p in group), strict=True)))
 
     def write(self, raw: Mapping[str, Any]) -> None:
-        """Load a state of the form that `read` gave."""
-        self.optimizer.load_state_dict(dict(raw))
+        """Load a state of the form that `read` gave: what is in it keeps its types, its tensors their dtypes."""
+        with _uncast(self.optimizer):
+            self.optimizer.load_state_dict(dict(raw))
         _undo_casts(self.optimizer, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncast:
+    """The state of one parameter, which torch's load leaves as it is because it does not see what it is.
+
+    Attributes:
+        moves_step: Whether `step` goes to the device of the parameter too.
+    """
+
+    state: Any
+    moves_step: bool
+
+
+@contextmanager
+def _uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While torch's own `load_state_dict` runs it brings state to its parameters' devices, and changes nothing else.
+
+    Left alone it casts every floating-point tensor to the dtype of its parameter, and calls the type of each iterable
+    with one generator: a deque loses its maxlen, a text becomes the repr of a generator. So the state of each parameter
+    is hidden when all hooks of the user's have seen it, and is there again when the class takes it over.
+    """
+
+    def hide(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        if not isinstance(state.get(STATE), dict) or GROUPS not in state:
+            return None
+        moves = {
+            key: bool(group.get("capturable") or group.get("fused")) for group in state[GROUPS] for key in group[PARAMS]
+        }
+        shown = state[STATE].items()
+        return {**state, STATE: {key: _Uncast(each, moves[key]) if key in moves else each for key, each in shown}}
+
+    def show(state: dict[str, Any]) -> None:
+        for param, each in state[STATE].items():
+            if isinstance(each, _Uncast):
+                state[STATE][param] = copy(_on_device(each.state, param.device, moves_step=each.moves_step))
+        type(optimizer).__setstate__(optimizer, state)
+
+    try:
+        hook = optimizer.register_load_state_dict_pre_hook(hide)
+    except AttributeError:  # wraps another optimizer, and never was made as one: its load is its own
+        yield
+        return
+    vars(optimizer)["__setstate__"] = show
+    try:
+        yield
+    finally:
+        hook.remove()
+        vars(optimizer).pop("__setstate__", None)
+
+
+def _on_device(value: Any, device: torch.device, *, moves_step: bool, name: Any = None) -> Any:
+    """`value` with its tensors on `device`, by torch's rule for `step`; the very object if nothing has to move."""
+    if isinstance(value, torch.Tensor):
+        return value if name == "step" and not moves_step else value.to(device)
+    found = parts_of(value)
+    moved = {name: _on_device(part, device, moves_step=moves_step, name=name) for name, part in found.items()}
+    if all(moved[name] is part for name, part in found.items()):
+        return value
+    if structure_of(value) is not None:
+        return made_like(value, moved)
+    if isinstance(value, tuple):
+        return tuple(moved.values())
+    copied = copy(value)
+    for name, part in moved.items():
+        copied[name] = part
+    return copied
+
+
+def parts_of(value: Any) -> Mapping[Any, Any]:
+    """What is in a dict, a list, a tuple, a named tuple or a dataclass, by name or number; nothing of anything else."""
+    if isinstance(value, dict):
+        return value
+    if (found := structure_of(value)) is not None:
+        return found.fields
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
 
 
 def _is_torchs(raw: Any, sizes: list[int]) -> bool:
@@ -165,7 +245,7 @@ def _is_torchs(raw: Any, sizes: list[int]) -> bool:
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give back their dtype to state tensors that `load_state_dict` cast to their parameter's."""
+    """Give back their dtype to state tensors that a `load_state_dict` other than torch's cast to their parameter's."""
     if not isinstance(state, Mapping) or STATE not in state:
         return
     params = [param for group in optimizer.param_groups for param in group[PARAMS]]

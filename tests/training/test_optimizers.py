@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
-from cas_ckpt.errors import MismatchError
+from cas_ckpt.errors import MismatchError, PartialRestoreError
 from tests.training.roundtrip import checkout, commit, failure_of, same_state
 
 OPTIMIZERS = sorted(
@@ -135,6 +136,79 @@ def test_state_of_another_dtype_than_its_parameter_is_not_cast() -> None:
     (state,) = optimizer.state.values()
     assert state["master"].dtype == torch.float32
     assert state["master"][0] == 1.0009765625
+
+
+class Window(NamedTuple):
+    """What an optimizer may have for a parameter."""
+
+    scale: torch.Tensor
+    steps: int
+
+
+def with_containers(*, used: bool = True) -> torch.optim.Optimizer:
+    """An optimizer of bfloat16 parameters whose state is in containers, and has dtypes of its own."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    if used:
+        fine = torch.full((3,), 1.0009765625)
+        optimizer.state[weight] = {
+            "history": [fine.clone(), fine.clone()],
+            "codes": (torch.tensor([1, 255], dtype=torch.uint8), torch.tensor([1 << 60])),
+            "losses": collections.deque([0.5, 0.25], maxlen=7),
+            "window": Window(fine.clone(), 3),
+            "named": collections.OrderedDict(b=fine.clone(), a=1),
+            "inner": {"step": torch.tensor(3, dtype=torch.int64), "master": fine.clone()},
+            "kind": "rowwise",
+            "packed": b"\x00\x01",
+            "seen": {1, 2},
+        }
+    return optimizer
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["into a fresh one", "into a used one"])
+def test_containers_in_the_state_of_a_parameter_come_back_as_they_were(used: bool) -> None:
+    before = with_containers()
+    tree = commit({"optim": before})
+    optimizer = with_containers(used=used)
+    checkout(tree, {"optim": optimizer})
+    assert commit({"optim": optimizer}) == tree
+    (state,), (wanted,) = optimizer.state.values(), before.state.values()
+    assert {**{name: type(each) for name, each in state.items()}, "window": Window} == {
+        name: type(each) for name, each in wanted.items()
+    }
+    assert state["losses"].maxlen == 7
+    assert [*state["named"]] == ["b", "a"]
+
+
+def test_what_the_class_makes_of_its_state_when_it_is_loaded_sees_the_containers() -> None:
+    class Counting(torch.optim.SGD):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            self.seen = [each["losses"].maxlen for each in state.get("state", {}).values()]
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Counting([weight], lr=0.1)
+    optimizer.state[weight]["losses"] = collections.deque([0.5], maxlen=7)
+    checkout(commit({"optim": optimizer}), {"optim": optimizer})
+    assert optimizer.seen == [7]
+    assert "__setstate__" not in vars(optimizer)
+    assert not optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
+
+
+def test_state_that_an_optimizers_own_load_alters_is_an_error() -> None:
+    class Casting(torch.optim.SGD):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            for each in self.state.values():
+                each["history"] = [tensor.bfloat16() for tensor in each["history"]]
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Casting([weight], lr=0.1)
+    optimizer.state[weight]["history"] = [torch.full((3,), 1.0009765625)]
+    tree = commit({"optim": optimizer})
+    failed = failure_of(lambda: checkout(tree, {"optim": optimizer}))
+    assert isinstance(failed, PartialRestoreError)
+    assert "optim/state/0/history/0: the commit holds float32[3], the optimizer has bfloat16[3]" in str(failed)
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [4], [2], [1, 1, 1]])

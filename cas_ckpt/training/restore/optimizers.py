@@ -4,7 +4,10 @@ By name where both have names: those of modules in the state, else the `param_na
 `named_parameters()`. Else by position, as torch does: an optimizer's own `state_dict()` has numbers, and so has an
 optimizer whose module is not part of the state. What `get_optimizer_state_dict` flattened is nested again.
 
-Invariant: only reads; groups that do not agree are a fault before anything is touched. Must not know how bytes move.
+What an optimizer has made of its state is looked at once it is loaded.
+
+Invariant: only reads, but for `write_checked`; groups that do not agree are a fault before anything is touched. Must
+not know how bytes move.
 """
 
 from __future__ import annotations
@@ -15,10 +18,22 @@ from typing import Any
 
 import torch
 
+from cas_ckpt.errors import MismatchError, shown_value
 from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.values import encode_value
 from cas_ckpt.training.capture.composites import part_dtype
-from cas_ckpt.training.capture.tensors import is_kind, spec_of
-from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, param_names, with_params
+from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, copyable_view, is_kind, spec_of
+from cas_ckpt.training.optimizers import (
+    GROUPS,
+    PARAM_NAMES,
+    PARAMS,
+    STATE,
+    NamedOptimizer,
+    OptimizerForm,
+    param_names,
+    parts_of,
+    with_params,
+)
 from cas_ckpt.training.restore.draft import RestoreDraft
 from cas_ckpt.training.stateful import unwrapped
 
@@ -378,3 +393,55 @@ def completed(built: Any, own: Mapping[Any, Any], missing: Iterable[str], foreig
     left_out = set(foreign)
     kept = {name: value for name, value in built.items() if name not in left_out}
     return kept | {name: own[name] for name in missing}
+
+
+def write_checked(adapter: NamedOptimizer, state: Mapping[str, Any], path: Path) -> None:
+    """Load `state`, and look at what the optimizer has then: its class may alter what it is given.
+
+    Under FSDP1 nobody looks: to ask is to gather all of it.
+
+    Raises:
+        MismatchError: the state of a parameter is not what it was given; names the first key.
+    """
+    adapter.write(state)
+    found = adapter.read() if type(adapter) is NamedOptimizer else None
+    if not isinstance(found, OptimizerForm):
+        return
+    for key, given in state.get(STATE, {}).items():
+        called = (found.names or {}).get(key, key)
+        fault = _altered(given, found.raw[STATE].get(key), (*path, STATE, called))
+        if fault:
+            raise MismatchError(
+                f"{fault} after its load_state_dict, so that the next commit would hold another state: mend that "
+                "method, or set optimizer.state from what load() gives"
+            )
+
+
+def _altered(given: Any, found: Any, path: Path) -> str:
+    """What is not as it was given, in words; empty if nothing is. To have more than one was given is no alteration.
+
+    Tensors are looked at where a class has copied them; on another device by dtype and shape.
+    """
+    if given is found:
+        return ""
+    inside, own = parts_of(given), parts_of(found)
+    if inside and type(given) is type(found) and (isinstance(given, dict) or len(inside) == len(own)):
+        faults = (_altered(part, own.get(name), (*path, name)) for name, part in inside.items())
+        return next(filter(None, faults), "")
+    if isinstance(given, torch.Tensor) and isinstance(found, torch.Tensor):
+        same = (given.dtype, given.shape) == (found.dtype, found.shape)
+        if same and given.device == found.device and type(given) in PLAIN_TENSORS and given.layout == torch.strided:
+            same = torch.equal(copyable_view(given), copyable_view(found))
+    elif isinstance(found, torch.Tensor):  # torch's optimizers make one of a number that an old version had
+        same = isinstance(given, int | float) and found.numel() == 1 and found.item() == given
+    else:
+        same = type(given) is type(found) and _encoded(given) == _encoded(found)
+    return "" if same else f"{render_key(path)}: the commit holds {_shown(given)}, the optimizer has {_shown(found)}"
+
+
+def _encoded(value: Any) -> bytes:
+    return encode_value(value, key="state", allow_pickle=True)
+
+
+def _shown(value: Any) -> str:
+    return f"{spec_of(value)}" if isinstance(value, torch.Tensor) else shown_value(value)

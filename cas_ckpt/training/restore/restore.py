@@ -74,6 +74,7 @@ from cas_ckpt.training.restore.optimizers import (
     completed,
     match_optimizer,
     nested,
+    write_checked,
 )
 from cas_ckpt.training.stateful import NamedModule, Names, StateDict, Stateful, is_stateful
 
@@ -395,7 +396,7 @@ class _Walk:
             planned = self._optimizer(adapter.optimizer, state, item, path)
             if planned is None:
                 return
-            target, load, build = adapter.optimizer, adapter.write, planned
+            target, load, build = adapter.optimizer, partial(write_checked, adapter, path=path), planned
         else:
             if isinstance(target, RNGState) and self.draft.selection.covers(path):
                 stored = children(children(item).get("generators"))
