@@ -10,7 +10,6 @@ import click
 from cas_ckpt.cli.command import Settings, flag, keys_option, verb
 from cas_ckpt.cli.log import styled
 from cas_ckpt.cli.output import echo_json, escaped, number, plain, subject, table
-from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -70,12 +69,12 @@ def diff(
 
 def _asked(words: tuple[str, ...]) -> tuple[str, str | None, tuple[str, ...]]:
     """The two revisions (or one), and patterns of keys."""
+    from cas_ckpt.core.revisions import split_range
+
     first, *rest = words or ("HEAD",)
-    if "..." in first:
-        raise InvalidInputError(f"{first}: write A..B; what both come from is found by cas-ckpt merge-base")
-    if ".." in first:
-        before, _, after = first.partition("..")
-        return before or "HEAD", after or "HEAD", tuple(rest)
+    both = split_range(first)
+    if both is not None:
+        return *both, tuple(rest)
     return first, rest[0] if rest else None, tuple(rest[1:])
 
 

@@ -42,6 +42,7 @@ FORGOTTEN = "[forgotten]"
         "cas-ckpt log",
         "cas-ckpt log --oneline --graph --all",
         "cas-ckpt log -n 5 main~10 v1",
+        "cas-ckpt log main..ft-math --grep warm-up --reverse",
         "cas-ckpt log --since 2d --metric 'loss<2.1' --metric 'acc>=0.5'",
         "cas-ckpt log --step 1000:2000 --author ann --key 'model/head/**'",
         "cas-ckpt log --world-size 8 --axis tp=2 --axis ep",
@@ -54,10 +55,12 @@ FORGOTTEN = "[forgotten]"
 @flag("--graph", help="Draw the history; one line for each commit.")
 @flag("--all", "all_refs", help="Begin at every branch, tag and pin.")
 @flag("--first-parent", help="Follow only the first parent of merges.")
+@flag("--reverse", help="The eldest first, of those that -n leaves.")
 @click.option("--since", metavar="TIME", help="Not older: 2026-11-21, 2026-11-21T14:30, 3h, '2 days ago'.")
 @click.option("--until", metavar="TIME", help="Not younger; a day alone is taken whole.")
 @click.option("--metric", "where", multiple=True, metavar="TEXT", help="'loss<2.1' (< <= > >= == !=); all hold.")
 @click.option("--author", metavar="TEXT", help="A part of the author's name, or a pattern of the whole.")
+@click.option("--grep", multiple=True, metavar="REGEX", help="Their message has a match; of one, if repeated.")
 @click.option("--step", metavar="N|A:B", help="This step, or a range with both ends in it.")
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Made by N ranks.")
 @click.option("--axis", "axes", multiple=True, metavar="NAME[=N]", help="Over a mesh with this dimension; all hold.")
@@ -67,22 +70,35 @@ FORGOTTEN = "[forgotten]"
 @click.pass_obj
 def log(
     settings: Settings, /, revisions: tuple[str, ...], limit: int | None, oneline: bool, graph: bool, all_refs: bool,
-    first_parent: bool, show_signature: bool, trust: tuple[str, ...], **conditions: Any,
+    first_parent: bool, reverse: bool, show_signature: bool, trust: tuple[str, ...], **conditions: Any,
 ) -> None:  # fmt: skip
     """Show the commits that the revisions lead to, the youngest first.
 
-    Without a revision, those of the default branch. Conditions leave commits out; -n counts those
-    that are shown. Times are UTC unless they say another offset. An entry counts as changed if it is
-    not what it was in the first parent. Forgotten commits, whose data is gone, are marked.
+    Without a revision, those of the default branch. What ^REVISION leads to is left out; A..B is ^A B. Conditions
+    leave commits out; -n counts those that are shown. Times are UTC unless they say another offset. An entry counts as
+    changed if it is not what it was in the first parent. Forgotten commits, whose data is gone, are marked.
     """
     conditions["keys"] = conditions["keys"] or None
-    if not (len(revisions) > 1 or all_refs or show_signature or settings.index or any(conditions.values())):
+    if reverse and graph:
+        raise click.UsageError("--reverse or --graph, not both")
+    is_range = any(".." in revision or revision.startswith("^") for revision in revisions)
+    if not (
+        len(revisions) > 1
+        or is_range
+        or reverse
+        or all_refs
+        or show_signature
+        or settings.index
+        or any(conditions.values())
+    ):
         quick = quick_log(settings.place(), *revisions, limit=limit, first_parent=first_parent)
         if quick is not None:
             _show(settings, quick.commits, quick.names, {}, oneline=oneline, graph=graph)
             return
     with settings.open() as repo, repo.one_look():
-        commits = repo.log(revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, **conditions)
+        commits = repo.log(
+            revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, reverse=reverse, **conditions
+        )
         names = names_of_commits(repo)
         failures = {} if settings.quiet else repo.push_failures()
         signed = _signatures(settings, repo, commits, trust) if show_signature else {}

@@ -217,6 +217,7 @@ _SHELL_WORDS = tuple(
             r"cas-ckpt remote set \1 --no-promisor --no-filter",
         ),
         (r'repo\.push_pending\("([^"]+)"\)', r"cas-ckpt watch --push \1 --once"),
+        (r"repo\.merge_base\(A, B\)", "cas-ckpt merge-base A B"),
         (r"repo\.tags\(\)", "cas-ckpt tag"),
         (r"repo\.pins\(\)", "cas-ckpt pin"),
         (r"repo\.log\(keys='?([^')]+)'?\)", r"cas-ckpt log --key \1"),

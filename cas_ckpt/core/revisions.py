@@ -59,6 +59,18 @@ def revision_texts(given: Any) -> tuple[str, ...]:
     return tuple(map(revision_text, given)) if several else (revision_text(given),)
 
 
+def split_range(text: str) -> tuple[str, str] | None:
+    """(A, B) of `A..B`, what B leads to and A does not; a side that is left out is HEAD. None: no range.
+
+    Raises:
+        InvalidInputError: `A...B`.
+    """
+    if "..." in text:
+        raise InvalidInputError(f"{_shown(text)}: write A..B; what both come from is found by repo.merge_base(A, B)")
+    before, dots, after = text.partition("..")
+    return (before or HEAD_NAMES[0], after or HEAD_NAMES[0]) if dots else None
+
+
 def resolve(handle: RepositoryHandle, revision: Revision) -> Digest:
     """The id of the commit that `revision` names.
 

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.arguments import reads_arguments
-from cas_ckpt.repository.given import Keys
+from cas_ckpt.repository.given import Keys, texts
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -38,11 +38,14 @@ class HistoryVerbs(Opened):
         keys: Keys = None,
         world_size: int | None = None,
         axes: str | Sequence[str] | Mapping[str, int | None] = (),
+        grep: str | Sequence[str] = (),
+        reverse: bool = False,
     ) -> list[CommitInfo]:
         """The commits that `ref` (one revision or several) leads to, the youngest first.
 
         Args:
-            ref: HEAD, if not given: the branch that was checked out, else the default branch.
+            ref: HEAD, if not given: the branch that was checked out, else the default branch. As in git, what "^A"
+                leads to is left out, and "A..B" is "^A" and "B".
             all_refs: Begin at every branch, tag and pin.
             first_parent: Follow only the first parent of merges.
             since, until: Only commits of that time, both ends included: ISO text (UTC unless it says
@@ -54,6 +57,8 @@ class HistoryVerbs(Opened):
             world_size: Only commits that so many ranks made.
             axes: Only commits of states that were divided over a mesh with this dimension, or over meshes with all of
                 several: "tp=2", ["tp=2", "ep"], {"tp": 2, "ep": None} (of any size).
+            grep: Only commits whose message has a match of this regular expression, or of one of several.
+            reverse: The eldest first, of those that `limit` leaves.
         Raises:
             InvalidInputError: a condition of another form. NotFoundError: no commit has such a metric.
         """
@@ -66,9 +71,10 @@ class HistoryVerbs(Opened):
             since=since, until=until, step=step, metrics=where or (), author=author, world_size=world_size, axes=axes
         )
         found = log_commits(
-            self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
-        )
-        return list(found)
+            self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted,
+            keys=keys, grep=texts(grep),
+        )  # fmt: skip
+        return list(found)[:: -1 if reverse else 1]
 
     def resolve(self, ref: Revision) -> str:
         """The hexadecimal id of the commit that `ref` names.

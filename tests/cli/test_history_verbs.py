@@ -48,6 +48,15 @@ def own(tmp_path: Path) -> Path:
     return tmp_path / "repo"
 
 
+def test_a_log_of_a_range_goes_forward_too(place: Path) -> None:
+    def said(*words: str) -> list[str]:
+        return [commit["message"] for commit in call("--json", "-C", place, "log", *words).json]
+
+    assert said("main~3..main", "--grep", "^(second|joined)$", "--reverse") == ["second", "joined"]
+    assert said("^main~3", "main", "--first-parent", "--reverse") == ["second", "third", "joined"]
+    assert call("-C", place, "log", "--graph", "--reverse").code == 2
+
+
 def state(number: int) -> dict[str, object]:
     return {"model": {"w": torch.arange(3000.0), "b": torch.full((10,), float(number % 3))}, "step": number}
 

@@ -7,6 +7,7 @@ data; equal values by age.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -18,9 +19,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import RefKind, check_name
-from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
+from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
 from cas_ckpt.core.states import ask, known_commit
-from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError, shown_value
 from cas_ckpt.index import history, key_changes, restores
 from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow
@@ -37,25 +38,35 @@ def log_commits(
     first_parent: bool = False,
     wanted: CommitFilter | None = None,
     keys: str | Sequence[str] | None = None,
+    grep: Sequence[str] = (),
 ) -> Iterator[CommitInfo]:
     """The commits that `revisions` lead to, a commit before its parents, the youngest first.
 
     Args:
-        revisions: Where to begin; none of them means HEAD, if it has commits yet.
+        revisions: Where to begin; none of them means HEAD, if it has commits yet. What `^A` leads to is left out;
+            `A..B` is `^A B`.
         limit: At most so many commits, of those that are wanted.
         all_refs: Begin at every branch, tag and pin too.
         first_parent: Follow only the first parent of merges.
         wanted: Leave out the others.
         keys: Only commits that changed an entry that matches, compared with their first parent.
+        grep: Regular expressions; only commits whose message has a match of one of them.
     Raises:
         NotFoundError: a revision that is not there, or a metric that no commit has.
+        InvalidInputError: not a regular expression.
     """
-    starts = start_of_log(handle, revisions, all_refs=all_refs)
+    included, excluded = _ends(revisions)
+    starts = [] if excluded and not included and not all_refs else start_of_log(handle, included, all_refs=all_refs)
+    messages = _expression(grep)
     if wanted is not None and (wanted.axes or wanted.world_size is not None):
         complete_index(handle)  # an index of an older schema has no rows of layouts yet
     patterns = KeyPatterns(keys)
-    most = None if patterns else limit
-    rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
+    most = None if patterns or excluded or messages else limit
+    rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted) if starts else iter(())
+    if excluded:
+        rows = _without(handle, rows, starts, [resolve(handle, revision) for revision in excluded])
+    if messages is not None:
+        rows = (row for row in rows if messages.search(row.message))
     if wanted is not None and wanted.metrics:
         first = list(islice(rows, 1))
         for bound in () if first else wanted.metrics:  # an empty answer is one only if the metrics are known
@@ -63,8 +74,46 @@ def log_commits(
         rows = chain(first, rows)
     forgotten = forgotten_view(handle)
     if patterns:
-        rows = islice(_changed(handle, rows, patterns, forgotten), limit)
-    return _told(handle, rows, forgotten)
+        rows = _changed(handle, rows, patterns, forgotten)
+    return _told(handle, islice(rows, limit), forgotten)
+
+
+def _ends(revisions: Sequence[Revision]) -> tuple[list[Revision], list[Revision]]:
+    """The revisions where a log begins, and those whose commits it leaves out."""
+    included: list[Revision] = []
+    excluded: list[Revision] = []
+    for revision in revisions:
+        text = revision_text(revision)
+        both = split_range(text)
+        if both is not None:
+            excluded.append(both[0])
+            included.append(both[1])
+        elif text.startswith("^"):
+            excluded.append(text[1:])
+        else:
+            included.append(revision)
+    return included, excluded
+
+
+def _expression(grep: Sequence[str]) -> re.Pattern[str] | None:
+    try:
+        return re.compile("|".join(f"(?:{each})" for each in grep)) if grep else None
+    except re.error as error:
+        raise InvalidInputError(f"{shown_value(tuple(grep))} is not a regular expression: {error}") from error
+
+
+def _without(
+    handle: RepositoryHandle, rows: Iterator[CommitRow], starts: Sequence[Digest], excluded: Sequence[Digest]
+) -> Iterator[CommitRow]:
+    """Those rows that the commits `excluded` do not lead to; what is behind the last of them is not read."""
+    graph = graph_with(handle, [*starts, *excluded])
+    wanted = graph.reached(starts, without=graph.reached(excluded))
+    for row in rows if wanted else ():
+        if row.digest in wanted:
+            yield row
+            wanted.discard(row.digest)
+        if not wanted:
+            return
 
 
 _COMMITS_PER_READ = 500

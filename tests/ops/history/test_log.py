@@ -10,7 +10,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
-from cas_ckpt.errors import NotFoundError
+from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, create_tag
 from tests.builders import commit, new_repository
@@ -54,6 +54,34 @@ def test_commits_come_youngest_first_and_before_their_parents(tmp_path: Path) ->
 
 def test_only_first_parents_are_followed_if_that_is_wanted(tmp_path: Path) -> None:
     assert log(with_branches(tmp_path / "repo"), first_parent=True) == ["m", "d", "b", "a"]
+
+
+def test_a_range_leaves_out_what_its_beginning_leads_to(tmp_path: Path) -> None:
+    handle = with_branches(tmp_path / "repo")
+    assert log(handle, "ft..main") == log(handle, "^ft", "main") == log(handle, "ft..") == ["m", "d", "b"]
+    assert log(handle, "main..ft") == log(handle, "..ft") == []
+    assert log(handle, "main~1..ft") == ["c"]
+    assert log(handle, "main~2..main", "^ft", limit=1) == ["m"]
+    assert log(handle, "^main~1", all_refs=True) == ["m", "c"]
+    assert log(handle, "^main") == []
+
+
+def test_a_range_whose_ends_are_not_there_is_an_error(tmp_path: Path) -> None:
+    handle = with_branches(tmp_path / "repo")
+    for words in ("nope..main", "main..nope", "^nope"):
+        with pytest.raises(NotFoundError, match="'nope'"):
+            log(handle, words)
+    with pytest.raises(InvalidInputError, match="merge_base"):
+        log(handle, "main...ft")
+
+
+def test_messages_are_searched_by_regular_expressions(tmp_path: Path) -> None:
+    handle = with_branches(tmp_path / "repo")
+    assert log(handle, grep=["^[ab]$"]) == ["b", "a"]
+    assert log(handle, grep=["a", "m"], limit=1) == ["m"]
+    assert log(handle, "ft..main", grep=["c"]) == []
+    with pytest.raises(InvalidInputError, match="not a regular expression"):
+        log(handle, grep=["("])
 
 
 def test_all_refs_begin_at_every_branch_and_tag(tmp_path: Path) -> None:
