@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from itertools import islice
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from cas_ckpt.errors import InvalidInputError, shown_value
@@ -167,8 +167,9 @@ _MAY_BE_NONE = ("Keys",)
 def reads_arguments(cls: type[T]) -> type[T]:
     """Let the public methods of `cls` get their arguments read as their signatures declare them.
 
-    A class whose methods are common work of several ranks has `_common_work(verb)`: the context in which the
-    arguments are read and the method runs, so that a refusal reaches the other ranks as the end of that work.
+    A class whose methods are common work of several ranks has `_common_work(verb)`: the contexts in which the
+    arguments are read and the method runs, so that a refusal reaches the other ranks as the end of that work. A lock is
+    the outer one itself: behind its block no signal comes between it and its end.
     """
     for name, member in list(vars(cls).items()):
         if inspect.isfunction(member) and not name.startswith("_"):
@@ -194,7 +195,8 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
         make = None if isinstance(self, type) else getattr(self, "_common_work", None)
-        with nullcontext() if make is None else make(method.__name__):
+        outer, inner = (nullcontext(), nullcontext()) if make is None else make(method.__name__)
+        with outer, inner:
             read: list[Any] = []
             for name, given in zip((*in_order, *[rest] * (len(args) - len(in_order))), args, strict=False):
                 as_is = name not in readers or (given is None and name in may_be_none)
@@ -206,6 +208,9 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
 
     return call
 
+
+CALL = next(c for c in _reading.__code__.co_consts if isinstance(c, CodeType) and c.co_name == "call")
+"""The code of that function, by which a frame is known as the call of a verb: of `method` of `self`."""
 
 MAX_STEP = 2**63 - 1
 """The largest step: what databases call a big integer."""

@@ -95,7 +95,7 @@ class Elsewhere:
 
     def __init__(self, handle: RepositoryHandle) -> None:
         self._handle = handle
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._opened: dict[str, RepositoryHandle] = {}
         self._lent: dict[bytes, Sequence[Location]] = {}
         self.num_packs = 0

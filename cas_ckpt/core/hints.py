@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from cas_ckpt.core.packs import load_pack, pack_name
@@ -57,7 +57,7 @@ class HintsWriter:
 
     def __init__(self, handle: RepositoryHandle) -> None:
         self._handle = handle
-        self._lock = Lock()
+        self._lock = RLock()
         self._known: OrderedDict[Digest, tuple[PageCommit, int, tuple[PageCommit, ...]]] = OrderedDict()
 
     def hints(

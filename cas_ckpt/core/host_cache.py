@@ -109,7 +109,7 @@ class HostCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._put_bytes = 0
         self._limit: int | None = None
 

@@ -104,7 +104,7 @@ class RefStore:
         self._lists_versions = not store.abilities.local and isinstance(store, ListsVersions)
         self._known: dict[str, tuple[str, bytes]] | None = None
         self.packs: dict[Digest, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread = threading.local()
 
     def get(self, kind: RefKind, name: str) -> Ref:

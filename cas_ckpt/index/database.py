@@ -7,6 +7,8 @@ SQLite needs for it. Temporary tables of numbers are for questions whose answers
 `scratch_tables`.
 
 Invariant: a transaction opened with `writing` is the only writing one, so what it read stays true until it commits.
+Signals wait until a transaction has ended: whatever their handlers raise leaves no lock and no transaction behind, and
+they may use the index themselves.
 Knows nothing of what tables, rows and numbers mean.
 """
 
@@ -52,6 +54,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DropTable
 
 from cas_ckpt.arguments import check_path
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
+from cas_ckpt.held_signals import held_signals
 from cas_ckpt.index import postgres, sqlite
 from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused, translated, unreadable
 from cas_ckpt.index.open_lock import OpenLock, while_closed
@@ -97,7 +100,7 @@ class Database:
     def reading(self) -> Iterator[Connection]:
         """A connection in a transaction that sees one state of the database; rows that cannot be read are damage."""
         try:
-            with self.read_lock:
+            with held_signals(), self.read_lock:
                 if self.schema is None:
                     with self.engine.connect() as connection, connection.begin():
                         connection.exec_driver_sql("BEGIN")
@@ -122,7 +125,7 @@ class Database:
             wait_s: How long to wait for another client; None: as long as is usual for the database.
         """
         try:
-            with self.write_lock:
+            with held_signals(), self.write_lock:
                 if self.schema is None:
                     with self.engine.connect() as connection, connection.begin():
                         sqlite.begin_writing(connection, wait_s)
@@ -140,7 +143,7 @@ class Database:
         Yields:
             The connection, which sees the tables of here, and the names of both for tables in SQL: here, `other`.
         """
-        with self.write_lock, other.write_lock, translated(other.place), ExitStack() as stack:
+        with held_signals(), self.write_lock, other.write_lock, translated(other.place), ExitStack() as stack:
             if other.schema is not None:
                 plain = stack.enter_context(
                     postgres.writing(self.engine, postgres.TEMPORARY, idle_s=postgres.REPLACING_IDLE_S)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, select
@@ -247,7 +247,7 @@ class _OlderSchemaError(UnsupportedVersionError):
     """An index would have to be upgraded, and may not be written."""
 
 
-_ONE_MIGRATION = Lock()
+_ONE_MIGRATION = RLock()
 """Alembic keeps what it works on in globals: one migration at a time in a process."""
 
 

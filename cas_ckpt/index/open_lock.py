@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cas_ckpt.errors import ConflictError
+from cas_ckpt.held_signals import held_signals
 
 
 class OpenLock:
@@ -21,9 +22,13 @@ class OpenLock:
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._fd: int | None = None
-        with suppress(OSError):  # a medium that cannot be written: nobody removes
-            self._fd = _open_lock_file(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
+        try:
+            with suppress(OSError):  # a medium that cannot be written: nobody removes
+                self._fd = _open_lock_file(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
+        except BaseException:  # a signal: nobody gets this object, and a traceback would keep the lock
+            self.close()
+            raise
 
     def close(self) -> None:
         """The file may be removed. Idempotent."""
@@ -31,27 +36,30 @@ class OpenLock:
         if fd is not None:
             os.close(fd)
 
+    __del__ = close
+
 
 @contextmanager
 def while_closed(path: Path) -> Iterator[None]:
-    """A time in which no process has the database open or opens it; others wait to open it.
+    """A time in which no process has the database open or opens it; others wait to open it, and signals wait.
 
     Raises:
         ConflictError: a process has it open.
         OSError: the lock cannot be had for another reason.
     """
-    fd = _open_lock_file(path, os.O_RDWR | os.O_CREAT)
-    try:
+    with held_signals():
+        fd = _open_lock_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConflictError(
-                f"index {path}: a process has it open; end that process, or name another place (no two repositories "
-                "share one file), then try again"
-            ) from None
-        yield
-    finally:
-        os.close(fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConflictError(
+                    f"index {path}: a process has it open; end that process, or name another place (no two "
+                    "repositories share one file), then try again"
+                ) from None
+            yield
+        finally:
+            os.close(fd)
 
 
 def _open_lock_file(path: Path, flags: int) -> int:

@@ -29,10 +29,10 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import CkptError, InvalidInputError, TooLargeError, UnsupportedVersionError, shown_value
+from cas_ckpt.held_signals import held_signals
 from cas_ckpt.index import meta, postgres, sqlite
 from cas_ckpt.index.database import Database
 from cas_ckpt.index.db_errors import REFUSED, query_refused
-from cas_ckpt.index.held_signals import HeldSignals, held_signals
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.query_text import Query, read_query
 from cas_ckpt.index.schema import VIEWS_VERSION
@@ -299,7 +299,7 @@ class _Guard:
         refused: An error, which SQLite would hide.
     """
 
-    def __init__(self, taken: _Taken, plain: sqlite3.Connection, held: HeldSignals) -> None:
+    def __init__(self, taken: _Taken, plain: sqlite3.Connection, held: held_signals) -> None:
         self.plain = plain
         self.refused: CkptError | None = None
         self._taken = taken

@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from cas_ckpt.arguments import CALL
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.transfer.peers import collective_errors
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
     from cas_ckpt.ops.sync.tier import BackgroundPushes
     from cas_ckpt.training.background.commits import BackgroundCommits, InFlight
+
+
+_ONE_AT_A_TIME = frozenset({"commit", "commit_async", "checkout", "import_file"})
+"""Verbs that one thread is in once, at most."""
 
 
 class Opened:
@@ -36,32 +42,56 @@ class Opened:
         if "torch" in sys.modules:  # who trains opens once, and is not to wait for modules in the first commit
             import cas_ckpt.training.verbs  # noqa: F401
 
-    @contextmanager
-    def _common_work(self, verb: str) -> Iterator[None]:
-        """Where a verb runs (see `reads_arguments`): one commit or checkout at a time, each one work of all ranks."""
+    def _common_work(self, verb: str) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        """Where a verb runs (see `reads_arguments`): one commit or checkout at a time, each one work of all ranks.
+
+        Raises:
+            InvalidInputError: in a commit or checkout of this thread, which it would wait for.
+        """
+        if verb in _ONE_AT_A_TIME:
+            self._refuse_inside(verb, skip=1)
         if verb == "commit_async":
-            with self._in_background().calling(self._ranks.background):
-                yield
-        elif verb in ("commit", "checkout"):
-            try:
-                self._wait_for_pending(*self._in_flight())
-            except BaseException:
-                with collective_errors(self._ranks.peers):  # the others would wait for this rank
-                    raise
-            with self._turn(), collective_errors(self._ranks.peers):
-                if verb == "commit" and self._background is not None:
-                    self._background.queue.raise_failure()
-                yield
-        else:
-            yield
+            return nullcontext(), self._in_background().calling(self._ranks.background)
+        if verb not in ("commit", "checkout"):
+            return nullcontext(), nullcontext()
+        try:
+            self._wait_for_pending(*self._in_flight())
+        except BaseException:
+            with collective_errors(self._ranks.peers):  # the others would wait for this rank
+                raise
+        return self._turn(), self._work_of_all(verb)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """No other commit or checkout through this object runs inside."""
+    def _work_of_all(self, verb: str) -> Iterator[None]:
+        with collective_errors(self._ranks.peers):
+            if verb == "commit" and self._background is not None:
+                self._background.queue.raise_failure()
+            yield
+
+    def _refuse_inside(self, verb: str, *, skip: int = 0) -> None:
+        """Refuse what would wait for a verb that this very thread is in: a signal handler calls it, or the state does.
+
+        The frames say so, and no state of ours, which an interrupted call might leave behind.
+
+        Args:
+            skip: So many calls of such verbs are this one itself.
+        """
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code is CALL and (known := frame.f_locals).get("self") is self:
+                outer = known["method"].__name__
+                if outer in _ONE_AT_A_TIME and (skip := skip - 1) < 0:
+                    raise InvalidInputError(
+                        f"{verb} was called inside of {outer} of the same repository, in the same thread, and would "
+                        "wait for it for ever: in a signal handler, note the signal, and call it after that"
+                    )
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """No other commit or checkout through this object runs inside. The lock itself: see `reads_arguments`."""
         if self._pid != os.getpid():  # forked while a thread was inside, which is not here to leave it
             self._pid, self._committing = os.getpid(), threading.Lock()
-        with self._committing:
-            yield
+        return self._committing
 
     def _in_background(self) -> BackgroundCommits:
         """The commits in the background of this process."""

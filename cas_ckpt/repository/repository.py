@@ -222,8 +222,10 @@ class Repository(
         Raises:
             BackgroundCommitError: a pending commit failed, and nobody has heard of it yet. Whatever the last push
             raised. All is released then, too, and the next process pushes what is missing there.
-            InvalidInputError: in a callback of a pending commit; nothing is released.
+            InvalidInputError: in a callback of a pending commit, or in a signal handler that interrupted a commit or a
+            checkout; nothing is released.
         """
+        self._refuse_inside("close")
         if self._background is not None:
             self._background.queue.refuse_worker()
         try:

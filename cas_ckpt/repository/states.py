@@ -165,8 +165,10 @@ class StateVerbs(Opened):
         Args:
             timeout_s: Wait no longer than this.
         Raises:
-            BackgroundCommitError: one failed, and nobody has heard of it yet. InvalidInputError: in a callback.
+            BackgroundCommitError: one failed, and nobody has heard of it yet. InvalidInputError: in a callback, or in a
+            signal handler that interrupted a commit.
         """
+        self._refuse_inside("drain")
         deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
 
         def left_s() -> float | None:

@@ -25,7 +25,7 @@ class ClientOfProcess:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._client: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self) -> Any:
         """The client of this process."""
@@ -51,7 +51,7 @@ class ClientOfProcess:
 
     def after_fork(self) -> None:
         """In a child process: the connections are the parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._client = None
 
 

@@ -34,13 +34,15 @@ import stat
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from cas_ckpt import clock
+from cas_ckpt.held_signals import held_signals
 from cas_ckpt.storage.store import Store, missing
 
 P = ParamSpec("P")
@@ -79,7 +81,8 @@ class Descriptor:
         self.fd = fd
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.fd)
+        if hasattr(self, "fd"):  # else a signal came before it had one
+            close(self.fd)
 
 
 def open_for_reading(path: str | os.PathLike[str], key: str, *, flags: int = 0) -> Descriptor:
@@ -103,7 +106,7 @@ class DescriptorCache:
         self._opener = opener
         self._capacity = capacity
         self._open: OrderedDict[str, Descriptor] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: str) -> tuple[Descriptor, int]:
         """(descriptor, size in bytes now) of `key`; hold on to the descriptor while reading."""
@@ -166,6 +169,39 @@ def make_folders(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+class _Turn:
+    """The lock of one folder of temporaries.
+
+    The kernel frees the lock of a process that dies, so there are no stale ones. It is opened afresh each time: flock
+    binds to the open file, and a file shared by threads (or inherited over a fork) would not exclude them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path, flags = folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = Descriptor(_in_folder(folder, os.open, path, flags, 0o666))
+        self._held = held_signals()
+
+    def __enter__(self) -> None:
+        try:
+            fcntl.flock(self._descriptor.fd, fcntl.LOCK_EX)
+            self._held.__enter__()  # the end of the block must not be interrupted before it begins
+        except BaseException:
+            self._unlock()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._unlock()
+        finally:
+            self._held.__exit__(kind, error, trace)
+
+    def _unlock(self) -> None:
+        # Explicit, because a forked child may hold a copy of the descriptor, and a traceback this one.
+        fcntl.flock(self._descriptor.fd, fcntl.LOCK_UN)
+
+
 @dataclass(slots=True)
 class Temporary:
     """A file that is not a value yet; `descriptor` holds its lock."""
@@ -220,22 +256,9 @@ class TemporaryFolder:
             raise
         return temporary
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Keep every other thread and process from changing names meanwhile.
-
-        The kernel frees the lock of a process that dies, so there are no stale ones. It is
-        opened afresh each time: flock binds to the open file, and a file shared by threads
-        (or inherited over a fork) would not exclude them.
-        """
-        path, flags = self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptor = Descriptor(_in_folder(self.folder, os.open, path, flags, 0o666))
-        fcntl.flock(descriptor.fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            # Explicit, because a forked child may hold a copy of the descriptor.
-            fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+    def turn(self) -> AbstractContextManager[None]:
+        """Keep every other thread and process from changing names meanwhile; signals wait, but not while this waits."""
+        return _Turn(self.folder)
 
     def replace(self, temporary: Temporary, path: Path) -> None:
         """Give `temporary` the name `path`, replacing what has it; durable on return."""
@@ -311,25 +334,30 @@ def in_turn(store: Store, name: str) -> AbstractContextManager[None]:
     return store.in_turn(name) if isinstance(store, TakesTurns) else nullcontext()
 
 
-@contextmanager
-def file_turn(folder: Path, name: str) -> Iterator[None]:
+class file_turn:  # noqa: N801 - reads as a function where it is used
     """The turn on `name` among all who use `folder`; the kernel ends that of a process that dies."""
-    path = folder / f"{LOCK_NAME}-{zlib.crc32(name.encode()) % _NUM_LOCKS}"
-    try:
-        descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    except OSError:  # a folder that is not there yet, or not ours: the write itself will tell
-        yield
-        return
-    try:
-        taken = _take(descriptor.fd)
-    except OSError:  # no locks on this filesystem, or no space for a few bytes
-        taken = False
-    try:
-        yield
-    finally:
-        if taken:
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"{LOCK_NAME}-{zlib.crc32(name.encode()) % _NUM_LOCKS}"
+        self._descriptor: Descriptor | None = None
+
+    def __enter__(self) -> None:
+        # A folder that is not there yet, or not ours (the write itself will tell); no locks on this filesystem; or no
+        # space for a few bytes: go ahead without.
+        try:
+            with suppress(OSError):
+                self._descriptor = Descriptor(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+                _take(self._descriptor.fd)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
             # Explicit, because a forked child may hold a copy of the descriptor.
-            fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
 
 
 def _take(fd: int) -> bool:

@@ -122,7 +122,7 @@ class Requests:
         self._anonymous = anonymous
         self._pool_size = pool_size
         self._client = ClientOfProcess(self._new_client)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left = _BUDGET
         self._date: tuple[str, float] | None = None
 
@@ -154,7 +154,7 @@ class Requests:
 
     def after_fork(self) -> None:
         """In a child process: the connections are the parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._client.after_fork()
 
     # --- retries ---------------------------------------------------------------------------------

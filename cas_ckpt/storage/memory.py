@@ -38,7 +38,7 @@ class MemoryStore:
         """An empty store; `url` is what it answers when asked for its name."""
         self.url = url
         self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""

@@ -119,7 +119,7 @@ class ObjectStore:
         self._workers = PartWorkers(bucket.parallel, bucket.part_bytes)
         self._reads = ObjectReads(bucket, self._workers)
         self._noted: OrderedDict[str, _Noted] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._one_writer: threading.Lock | None = None
         _stores.add(self)
 
@@ -137,7 +137,7 @@ class ObjectStore:
 
     def after_fork(self) -> None:
         """Begin anew in a child process."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._one_writer is not None:
             self._one_writer = threading.Lock()
         self._workers.reset()

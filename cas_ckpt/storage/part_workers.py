@@ -27,7 +27,7 @@ class PartWorkers:
 
     def reset(self) -> None:
         """Forget everything: in a child process the threads are not there, and locks may be held for ever."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._free: list[bytearray] = []
         self._writers = 0
         self._slots = threading.BoundedSemaphore(self._num)

@@ -19,7 +19,7 @@ from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 
 _named: dict[str, MemoryStore] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:

@@ -181,7 +181,7 @@ class StagingPool:
     ) -> None:  # fmt: skip
         self.shared, self._kept_by_children = shared, kept_by_children
         self._prepare, self._dismiss = prepare, dismiss
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._free: list[Arena] = []
         self._taken: list[Arena] = []
         self._closed = False

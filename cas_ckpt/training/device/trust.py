@@ -50,7 +50,7 @@ class DeviceHasher:
     def __init__(self, device: torch.device, import_kernels: Callable[[], ModuleType]) -> None:
         self._device = device
         self._import_kernels = import_kernels
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._hasher: Hasher | None = None
         self._refused = False
         self._said_no_memory = False
@@ -135,7 +135,7 @@ def _on_host(wanted: Sequence[CellsToName], place: tuple[int, int]) -> bytes:
 
 
 _hashers: dict[torch.device, DeviceHasher | None] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def hasher_of(device: torch.device) -> DeviceHasher | None:
