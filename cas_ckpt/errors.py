@@ -5,7 +5,7 @@
     │   └── NoRepositoryError            the path holds no repository       init, or another path
     ├── ConflictError                    ref moved, already exists          re-read and retry
     ├── InvalidInputError (ValueError)   spec mismatch, bad name, bad file  fix the call
-    │   ├── AmbiguousIdError             a prefix that several ids share    give more digits
+    │   ├── AmbiguousIdError             means several ids, or several refs give more digits, or refs/...
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── MemoryBudgetError            memory_bytes is too little         give what it says
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
@@ -79,7 +79,7 @@ class InvalidInputError(CkptError, ValueError):
 
 
 class AmbiguousIdError(InvalidInputError):
-    """An id prefix that more than one object shares."""
+    """First digits of several ids, or a name of several refs, or of a ref and an id."""
 
 
 class MismatchError(InvalidInputError):

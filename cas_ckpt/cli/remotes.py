@@ -146,13 +146,14 @@ def push(
 @click.option("--commit", "commits", multiple=True, metavar="REVISION", help="Bring back its data; a pin keeps it.")
 @click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Bring chunks of these keys, of all commits.")
 @flag("-p", "--prune", help="Take away REMOTE/NAME where there is no such branch any more.")
+@flag("-f", "--force", help="Tags come also where they differ here, or read as ids or branches of remotes.")
 @_DRY
 @_speed
 @click.pass_obj
 def fetch(
     settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, commits: tuple[str, ...],
-    keys: tuple[str, ...], prune: bool, dry_run: bool, num_threads: int | None, max_bandwidth: int | None,
-    memory_bytes: int | None,
+    keys: tuple[str, ...], prune: bool, force: bool, dry_run: bool, num_threads: int | None,
+    max_bandwidth: int | None, memory_bytes: int | None,
 ) -> None:  # fmt: skip
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
@@ -160,7 +161,7 @@ def fetch(
     """
     with settings.open() as repo:
         report = repo.fetch(
-            remote, branches, commits=commits, filter=keys, tags=tags, prune=prune, dry_run=dry_run,
+            remote, branches, commits=commits, filter=keys, tags=tags, prune=prune, force=force, dry_run=dry_run,
             num_threads=num_threads, max_bandwidth=max_bandwidth, memory_bytes=memory_bytes,
             progress=settings.show_progress(),
         )  # fmt: skip

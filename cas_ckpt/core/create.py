@@ -24,7 +24,7 @@ from cas_ckpt.core.config import (
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
-from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_name
+from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_new_name
 from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, PermissionDeniedError, StorageError
 from cas_ckpt.index.index import Index
@@ -58,7 +58,7 @@ def init_repository(
         InvalidInputError: bad settings. StorageError: a store that ignores conditions.
         PermissionDeniedError, TransientStorageError: the index cannot be made; then there is no repository either.
     """
-    check_name(default_branch)
+    check_new_name(default_branch)
     store = open_store(url)
     is_local = store.abilities.local
     config = Config(

@@ -41,10 +41,12 @@ from cas_ckpt.core.refs import (
     Ref,
     RefKind,
     TagSignature,
+    check_new_name,
     default_author,
     new_move,
     ref_key,
 )
+from cas_ckpt.core.revisions import other_meaning
 from cas_ckpt.core.signed_branches import check_move, require_signed, required_signers
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
@@ -342,15 +344,22 @@ def _cost(packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> dict[str, int]
     return {"new_bytes": new_bytes, "stored_bytes": stored_bytes, "num_new_chunks": len(chunks)}
 
 
-def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str) -> Ref:
+def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unless: str = "") -> Ref:
     """The ref, or a new placeholder (w2).
 
     A ref whose record was lost is not begun again: history would begin anew, and the old one be collected.
+
+    Args:
+        unless: Refuse a new one whose name has another meaning, as for `check_meaning`; empty: have it all the same.
     """
     try:
         ref = handle.refs.get(kind, name)
     except NotFoundError as error:
+        if kind is not RefKind.REMOTE:
+            check_new_name(name)
         check_free(handle, kind, name)
+        if unless:
+            check_meaning(handle, kind, name, unless=unless)
         key = ref_key(kind, name)
         # The store is asked once more: somebody may have begun it a moment ago.
         if handle.refs.was_announced(key) and not exists(handle.store, key):
@@ -424,6 +433,20 @@ def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
         raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
 
 
+def check_meaning(handle: RepositoryHandle, kind: RefKind, name: str, *others: RepositoryHandle, unless: str) -> None:
+    """Refuse a new branch or tag whose name would be taken for something else.
+
+    Args:
+        others: Repositories whose commits may come to this one.
+        unless: What the caller can say to have it all the same.
+    Raises:
+        ConflictError: for a branch of a remote, or the first digits of an id.
+    """
+    meaning = other_meaning(handle, name, *others) if kind in _RIVALS else None
+    if meaning is not None:
+        raise ConflictError(f"{name!r} reads as {meaning}: choose another name, or have it all the same with {unless}")
+
+
 def _shown(head: Digest | AnyHead | None) -> str:
     return short(head) if isinstance(head, bytes) else "no commit"
 
@@ -462,7 +485,11 @@ def publish_ref(
     seen: Ref | None = None
     for _ in range(MAX_ATTEMPTS):
         generation = handle.begin_writing()
-        ref = _lost_ref(handle, kind, name, target, generation) if lost else _ref_for_writing(handle, kind, name)
+        unless = "" if force else "force=True"
+        ref = (
+            _lost_ref(handle, kind, name, target, generation) if lost
+            else _ref_for_writing(handle, kind, name, unless=unless)
+        )  # fmt: skip
         if ref.target is not None and not force:
             raise ConflictError(
                 f"there is a {kind.label} {name!r} already: choose another name, or move it with force=True"

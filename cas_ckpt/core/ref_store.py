@@ -19,6 +19,7 @@ from cas_ckpt.core.refs import (
     MAX_LOG,
     PLACEHOLDER_GENERATION,
     REF_SUFFIX,
+    REFS,
     VERSION,
     Generation,
     Move,
@@ -51,8 +52,6 @@ _T = TypeVar("_T")
 NAMES_PREFIX = "names/"
 """A record for each ref that ever named something, outside of `refs/`: it shows when the ref itself is lost."""
 
-_REFS = "refs/"
-
 REF_BYTES = 16 * 1024
 """Of a record, on average over a listing, for each of the refs that there may be (`cas_ckpt.limits(max_refs=)`): twice
 what one with a full log takes, and long names and a note in it."""
@@ -69,7 +68,7 @@ MOST_PACKS = 10_000
 
 def name_key(key: str) -> str:
     """Where it is written down that the ref under `key` exists."""
-    return NAMES_PREFIX + key.removeprefix(_REFS)
+    return NAMES_PREFIX + key.removeprefix(REFS)
 
 
 def name_record(key: str) -> bytes:
@@ -122,8 +121,8 @@ class RefStore:
         self._tell(self._lists_versions and self._remembered().get(key, ("", b""))[1] == record)
         return self._noted(decode_ref(kind, name, key, record))
 
-    def seen(self, kinds: Sequence[RefKind], name: str) -> Ref | None:
-        """The first ref of this name that has a target, among those of `kinds`; for whoever does not swap it."""
+    def seen(self, kinds: Sequence[RefKind], name: str) -> list[Ref]:
+        """The refs of this name that have a target, of these kinds, in their order; for whoever does not swap them."""
         keys = [ref_key(kind, name) for kind in kinds]
         if self._lists_versions and (len(keys) > 1 or self._one_look() is not None):
             versions, read = self._versions(), dict[str, bytes]()
@@ -131,6 +130,7 @@ class RefStore:
             self._note(versions, read)
         else:
             records = None
+        found = []
         for kind, key in zip(kinds, keys, strict=True):
             try:
                 if records is not None and key not in records:
@@ -141,8 +141,8 @@ class RefStore:
             except NotFoundError:
                 continue
             if ref.target is not None:
-                return ref
-        return None
+                found.append(ref)
+        return found
 
     def list(self, *kinds: RefKind) -> Iterator[Ref]:
         """All refs of `kinds` that have a target, kind by kind, by name; without an argument, of all kinds.
@@ -210,7 +210,7 @@ class RefStore:
         if look:
             return look
         totals = _Totals(self._store.url)
-        listed = cast(ListsVersions, self._store).list_versions(_REFS)
+        listed = cast(ListsVersions, self._store).list_versions(REFS)
         found = {each.key: totals.of(each.key).counted(each.version) for each in listed}
         known = self._remembered()
         self._tell(any(known[key][0] == version for key, version in found.items() if key in known))
@@ -306,7 +306,7 @@ class RefStore:
         """Keys of all refs that ever named something, also of those whose record is lost."""
         most = len(RefKind) * current_limits().max_refs
         keys = few_keys(self._store, NAMES_PREFIX, most=most, instead=f"if they are meant, {_RAISE}")
-        return {_REFS + key.removeprefix(NAMES_PREFIX) for key in keys}
+        return {REFS + key.removeprefix(NAMES_PREFIX) for key in keys}
 
     def was_announced(self, key: str) -> bool:
         """Whether the ref under `key` ever named something."""

@@ -30,8 +30,15 @@ MAX_MESSAGE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 4 * 1024
 """A ref is read whole whenever refs are listed, so its message or reason is short."""
 
+MIN_PREFIX = 4
+"""Fewest digits of an id that are accepted."""
+
+REFS = "refs/"
+"""What the whole names of refs begin with, and no others."""
+
 REF_SUFFIX = ".ref"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
+_HEX = re.compile(r"[0-9a-fA-F]+\Z")
 _WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
 _RESERVED = "HEAD"
 """Means the default branch wherever a revision is read."""
@@ -93,6 +100,9 @@ class RefKind(Enum):
         """What messages call it."""
         return _LABELS[self]
 
+
+BY_NAME = (RefKind.TAG, RefKind.BRANCH, RefKind.REMOTE)
+"""Kinds that a revision may mean by a name alone."""
 
 _LABELS = {RefKind.BRANCH: "branch", RefKind.TAG: "tag", RefKind.PIN: "pin", RefKind.REMOTE: "remote-tracking branch"}
 
@@ -165,6 +175,11 @@ def is_whole_id(text: str) -> bool:
     return _WHOLE_ID.match(text) is not None
 
 
+def reads_as_id(name: str) -> bool:
+    """Whether `name` may be the first digits of an id."""
+    return MIN_PREFIX <= len(name) < 2 * DIGEST_BYTES and _HEX.match(name) is not None
+
+
 def check_name(name: str) -> str:
     """`name`, if it may name a branch or tag.
 
@@ -185,6 +200,19 @@ def check_name(name: str) -> str:
         raise InvalidInputError(f"{shown} means what is checked out: choose another name")
     if _WHOLE_ID.match(name):
         raise InvalidInputError(f"{shown} is the whole id of a commit: choose another name")
+    return name
+
+
+def check_new_name(name: str) -> str:
+    """`name`, if a new branch, tag or pin may have it; and whoever asks for a branch by its name may mean it.
+
+    Raises:
+        InvalidInputError: as for `check_name`, or it is the whole name of a ref: as such, revisions mean another one.
+    """
+    kind = next((kind for kind in RefKind if check_name(name).startswith(kind.value)), None)
+    if name.startswith(REFS):
+        instead = repr(name.removeprefix(kind.value)) if kind else "another one"
+        raise InvalidInputError(f"{name!r} is a whole name, as refs have, and a revision only: give {instead}")
     return name
 
 

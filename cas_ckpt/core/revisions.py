@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol, TypeAlias
@@ -9,11 +10,14 @@ from typing import Any, Protocol, TypeAlias
 from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of, log_rows
-from cas_ckpt.core.refs import Ref, RefKind, check_name, is_whole_id
+from cas_ckpt.core.refs import BY_NAME, REFS, Ref, RefKind, check_name, is_whole_id, reads_as_id
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.filters import CommitFilter
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 
 class Identified(Protocol):
@@ -28,15 +32,14 @@ Revision: TypeAlias = str | Identified
 
 HEAD_NAMES = ("HEAD", "@")
 
-MIN_PREFIX = 4
-"""Fewest digits of an id that are accepted."""
+_NAME_DIGITS = 6
+"""Most digits of a name that wins over an id which begins like it: `2024`, `feed`. Ids that are meant as such, copied
+from a log or chosen by whoever wants them to be taken for another, have more."""
 
 _REVISION = re.compile(r"(?P<base>[^~^]+)(?P<steps>(?:~\d*|\^\d*)*)\Z")
 _STEP = re.compile(r"([~^])(\d*)")
-_HEX = re.compile(r"[0-9a-fA-F]+\Z")
 _AT_STEP = re.compile(r"(?:(?P<of>.+)@)?step:(?P<step>\d{1,19})\Z")
 _MAX_REVISION = 4096
-_BY_NAME = [RefKind.TAG, RefKind.BRANCH, RefKind.REMOTE]
 
 
 def revision_text(given: Any) -> str:
@@ -75,13 +78,14 @@ def resolve(handle: RepositoryHandle, revision: Revision) -> Digest:
     """The id of the commit that `revision` names.
 
     `HEAD` and `@` are the branch that was checked out, or the commit if none was (a fresh handle: the default
-    branch); then tags, then branches, then branches of remotes (`origin/main`), then id prefixes of at least four
-    digits. `~N` goes N first parents back, `^N` to the N-th parent. The whole name of a ref, `refs/heads/NAME`,
-    `refs/tags/NAME`, `refs/pins/NAME` or `refs/remotes/NAME`, means that one alone. `step:N` is the latest commit of
-    step N that HEAD leads to, and `REVISION@step:N` that which REVISION leads to.
+    branch). Else it is a tag, a branch, a branch of a remote (`origin/main`), or an id prefix of at least four digits;
+    what is two of these is refused, but that a name of up to six digits wins over ids, with a warning. `~N` goes N
+    first parents back, `^N` to the N-th parent. The whole name of a ref, `refs/heads/NAME`, `refs/tags/NAME`,
+    `refs/pins/NAME` or `refs/remotes/NAME`, means that one alone. `step:N` is the latest commit of step N that HEAD
+    leads to, and `REVISION@step:N` that which REVISION leads to.
 
     Raises:
-        NotFoundError: no such ref or id. AmbiguousIdError: several ids begin like this.
+        NotFoundError: no such ref or id. AmbiguousIdError: several ids begin like this, or it has two meanings.
         InvalidInputError: not a revision.
     """
     return resolve_named(handle, revision)[0]
@@ -120,9 +124,9 @@ def likely_refs(handle: RepositoryHandle, revision: Revision) -> list[tuple[RefK
     base = re.split(r"[~^]|@step:", revision_text(revision), maxsplit=1)[0]
     if base in HEAD_NAMES:
         return [(RefKind.BRANCH, current_branch(handle))]
-    for kind in RefKind:
-        if base.startswith(kind.value):
-            return [(kind, base.removeprefix(kind.value))]
+    kind, name = split_name(base)
+    if kind is not None:
+        return [(kind, name)]
     return [(RefKind.BRANCH, base), (RefKind.TAG, base)]
 
 
@@ -133,21 +137,16 @@ def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, Ref | None]:
     if name in HEAD_NAMES:
         head = handle.head
         if head.branch is not None:
-            return _named(handle, [RefKind.BRANCH], head.branch)
+            return _required(handle, head.branch, named_ref(handle, RefKind.BRANCH.value + head.branch))
         if head.commit is None:
             raise InvalidInputError("HEAD is not known since a checkout was broken off: name a branch, a tag or an id")
         return Digest(bytes.fromhex(head.commit)), None
-    for kind in RefKind:
-        if name.startswith(kind.value):
-            return _named(handle, [kind], name.removeprefix(kind.value))
     if is_whole_id(name):
         return _by_prefix(handle, name.lower()), None
-    if not _HEX.match(name) or not MIN_PREFIX <= len(name) < 2 * DIGEST_BYTES:
-        return _named(handle, _BY_NAME, name)
-    try:
-        return _named(handle, _BY_NAME, name)  # a name wins over an id that begins like it
-    except NotFoundError:
+    ref = named_ref(handle, name)
+    if ref is None and reads_as_id(name):
         return _by_prefix(handle, name.lower()), None
+    return _required(handle, name, ref)
 
 
 def current_branch(handle: RepositoryHandle) -> str:
@@ -166,21 +165,78 @@ def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
     return Digest(found.digest)
 
 
-def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[Digest, Ref]:
-    check_name(name)
-    found = handle.refs.seen(kinds, name)
-    if found is not None and found.target is not None:
-        return found.target, found
+def split_name(name: str) -> tuple[RefKind | None, str]:
+    """The kind of the ref whose whole name `name` is (refs/heads/x), and its name; None: it is no whole name."""
+    kind = next((kind for kind in RefKind if name.startswith(kind.value)), None)
+    return kind, name if kind is None else name.removeprefix(kind.value)
+
+
+def named_ref(handle: RepositoryHandle, name: str) -> Ref | None:
+    """The ref that `name` alone, or as a whole name, means; None: there is none.
+
+    Raises:
+        AmbiguousIdError: it means several, or another commit by the first digits of its id. InvalidInputError.
+    """
+    kind, plain = split_name(name)
+    found = handle.refs.seen(BY_NAME if kind is None else [kind], check_name(plain))
+    require_one(name, found)
+    if found and kind is None:
+        like = _commits_like(handle, plain) if reads_as_id(plain) else []
+        others = [digest for digest in like if digest != found[0].target]
+        if others:
+            whole = f"{found[0].kind.value}{plain}"
+            text = f"{name!r} is {whole}, and the id of commit {short(others[0])} begins like this"
+            if len(plain) > _NAME_DIGITS:
+                raise AmbiguousIdError(f"{text}: give more digits, or {whole} if the {found[0].kind.label} is meant")
+            _LOGGER.warning("%s: the %s is taken; say %s", text, found[0].kind.label, whole)
+    return found[0] if found else None
+
+
+def require_one(name: str, found: Sequence[Ref]) -> None:
+    """Raise AmbiguousIdError if these refs, which `name` means, are several."""
+    if len(found) > 1:
+        whole = " and ".join(f"{ref.kind.value}{ref.name}" for ref in found)
+        raise AmbiguousIdError(f"{name!r} means several refs, {whole}: give the whole name of the one that is meant")
+
+
+def other_meaning(handle: RepositoryHandle, name: str, *others: RepositoryHandle) -> str | None:
+    """What a new branch or tag of the name `name` would be mistaken for, in words; None: for nothing.
+
+    Args:
+        others: Repositories whose commits may come here: their ids count, too.
+    """
+    if name.startswith(REFS):
+        return "the whole name of a ref"
+    remote = name.partition("/")[0]
+    if remote != name and any(one.name == remote for one in read_settings(handle.store).remotes):
+        return f"a branch of the remote {remote!r}"
+    for each in (handle, *others) if reads_as_id(name) and len(name) > _NAME_DIGITS else ():
+        if found := _commits_like(each, name):
+            return f"the first digits of the id of commit {short(found[0])}"
+    return None
+
+
+def _required(handle: RepositoryHandle, name: str, ref: Ref | None) -> tuple[Digest, Ref]:
+    if ref is not None and ref.target is not None:
+        return ref.target, ref
     handle.refs.require_there()
-    similar = did_you_mean(name, (ref.name for ref in handle.refs.list(*kinds) if ref.target is not None))
+    kind, plain = split_name(name)
+    kinds = BY_NAME if kind is None else [kind]
+    similar = did_you_mean(plain, (ref.name for ref in handle.refs.list(*kinds) if ref.target is not None))
     raise NotFoundError(f"there is no branch, tag or commit {name!r}{similar}: see repo.branches() and repo.tags()")
 
 
-def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:
-    found = handle.index.read(contents.resolve_prefix, prefix, [ObjectKind.COMMIT])
+def _commits_like(handle: RepositoryHandle, name: str) -> list[bytes]:
+    """Some of the commits whose ids begin with `name`."""
+    found = handle.index.read(contents.resolve_prefix, name, [ObjectKind.COMMIT])
     if not found:
         handle.sync()
-        found = handle.index.read(contents.resolve_prefix, prefix, [ObjectKind.COMMIT])
+        found = handle.index.read(contents.resolve_prefix, name, [ObjectKind.COMMIT])
+    return found
+
+
+def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:
+    found = _commits_like(handle, prefix)
     if not found:
         raise NotFoundError(f"there is no branch or tag {prefix!r}, and no commit's id begins like this")
     if len(found) > 1:

@@ -32,7 +32,16 @@ from cas_ckpt.core.live import read_graph, unpushed_commits
 from cas_ckpt.core.publish import publish_ref, take_away
 from cas_ckpt.core.records import log_rows
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_note, default_author, new_move
-from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
+from cas_ckpt.core.revisions import (
+    HEAD_NAMES,
+    Revision,
+    current_branch,
+    likely_refs,
+    require_one,
+    resolve,
+    revision_text,
+    split_name,
+)
 from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.core.signatures import sign_tag
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
@@ -339,17 +348,18 @@ def reflog(handle: RepositoryHandle, name: str | None = None, *, limit: int | No
 
 
 def _ref(handle: RepositoryHandle, name: str) -> Ref:
-    kinds = [kind for kind in RefKind if name.startswith(kind.value)]
-    plain = name.removeprefix(kinds[0].value) if kinds else name
+    whole, plain = split_name(name)
+    kinds = RefKind if whole is None else [whole]
     found = []
-    for kind in kinds or RefKind:
+    for kind in kinds:
         try:
             found.append(handle.refs.get(kind, plain))
         except NotFoundError:
             continue
+    require_one(name, [ref for ref in found if ref.target is not None and ref.kind is not RefKind.PIN])
     if not found:
         require_there(handle.store)
-        similar = did_you_mean(plain, (ref.name for ref in handle.refs.list(*(kinds or RefKind))))
+        similar = did_you_mean(plain, (ref.name for ref in handle.refs.list(*kinds)))
         raise NotFoundError(f"there never was a branch, tag or pin {name!r}{similar}: see repo.branches()")
     return next((ref for ref in found if ref.target is not None), found[0])
 

@@ -80,6 +80,7 @@ class RemoteVerbs(Opened):
         filter: str | Sequence[str] = (),  # noqa: A002 - as git calls it
         tags: bool | None = None,
         prune: bool = False,
+        force: bool = False,
         dry_run: bool = False,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
@@ -96,6 +97,8 @@ class RemoteVerbs(Opened):
                 given, what its settings say, and only of commits that come. Of a promisor.
             tags: All (True), none (False), or those of commits that are here then.
             prune: Take away `origin/NAME` where there is no such branch any more.
+            force: Tags come also where they name another commit here, or where their names would be taken for a
+                branch of a remote, or an id.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
             memory_bytes: Most memory for what is under way; see `commit`.
@@ -106,7 +109,7 @@ class RemoteVerbs(Opened):
 
         request = FetchRequest(
             remote, texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress),
-            commits=texts(commits), filter=texts(filter), memory_bytes=memory_bytes,
+            commits=texts(commits), filter=texts(filter), memory_bytes=memory_bytes, force=force,
         )  # fmt: skip
         return fetch(self._handle, request)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt import Lineage, Repository, clock
+from cas_ckpt import AmbiguousIdError, Lineage, Repository, clock
 from cas_ckpt.cli.log import names_of_commits
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
@@ -186,16 +186,23 @@ def test_the_first_commits_of_a_log_cost_the_same_however_many_merges_there_are(
     assert 0 < cost() <= before + 10
 
 
-def test_of_a_branch_and_a_tag_of_one_name_both_ways_take_the_tag(
+def test_of_a_branch_and_a_tag_of_one_name_both_ways_take_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = grown(tmp_path / "repo", 0, commits=8, merges=False)
     monkeypatch.setattr("cas_ckpt.core.publish.check_free", lambda *_: None)  # two writers at one moment
     with Repository.open(place, group=None) as repo:
         repo.tag("main", "main~3")
-        repo.branch("v1", start="main~4")
-        assert repo.log("main")[0].id == repo.tags()["main"] != repo.log()[0].id == repo.branches()["main"]
-    agree(place)
+        repo.branch("v1", start="HEAD~4")
+        name_of_id = repo.resolve("HEAD")[:4]
+        repo.tag(name_of_id, "HEAD~1", force=True)
+        for name in ("main", "v1"):
+            assert quick_log(str(place), name) is None
+            with pytest.raises(AmbiguousIdError, match=f"refs/tags/{name} and refs/heads/{name}"):
+                repo.log(name)
+        assert quick_log(str(place), name_of_id) is None
+        quick = quick_log(str(place))
+        assert quick is not None and quick.commits == repo.log()
 
 
 def test_a_log_of_nothing_a_url_and_what_is_no_name_are_asked_the_whole_way(tmp_path: Path) -> None:

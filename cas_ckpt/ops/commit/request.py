@@ -33,8 +33,8 @@ from cas_ckpt.arguments import checked_step
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, branch_target, check_free
 from cas_ckpt.core.records import Lineage
-from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author, is_whole_id
-from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
+from cas_ckpt.core.refs import Head, RefKind, check_name, check_new_name, check_text, default_author, is_whole_id
+from cas_ckpt.core.revisions import Revision, nearly, other_meaning, resolve, revision_text
 from cas_ckpt.core.signed_branches import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
@@ -206,7 +206,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
         if not 0 <= share <= 1:
             raise InvalidInputError(f"the audited share of {what} is {share}: give a number from 0 to 1")
     if request.branch is not None:
-        check_name(request.branch)
+        check_new_name(request.branch)
     author = request.author if request.author is not None else default_author()
     message = "" if request.message is None else request.message
     check_text("message", message)
@@ -422,6 +422,9 @@ def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitReque
     names = [ref.name for ref in handle.refs.list(RefKind.BRANCH)]
     if branch in names:
         return False
+    meaning = None if request.create else other_meaning(handle, branch)
+    if meaning is not None:
+        raise InvalidInputError(f"{branch!r} reads as {meaning}: create=True begins the branch all the same")
     meant = None if request.create else nearly(branch, names)
     if meant is not None:
         raise InvalidInputError(

@@ -20,7 +20,8 @@ from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows
-from cas_ckpt.core.revisions import MIN_PREFIX, Revision, resolve, revision_texts
+from cas_ckpt.core.refs import MIN_PREFIX
+from cas_ckpt.core.revisions import Revision, resolve, revision_texts
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.core.tree import naming_forgotten
 from cas_ckpt.core.units import commit_filter

@@ -18,7 +18,7 @@ from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
-from cas_ckpt.core.refs import RefKind, check_name
+from cas_ckpt.core.refs import RefKind, check_new_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError, shown_value
@@ -138,7 +138,7 @@ def require_metric(handle: RepositoryHandle, name: str) -> None:
 def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:
     """The commit that a branch names, None: HEAD; nothing if it has none."""
     wanted = current_branch(handle) if branch is None else branch
-    ref = check_name(wanted)
+    ref = check_new_name(wanted)
     named = {each.name: each.target for each in handle.refs.list(RefKind.BRANCH)}
     if not named:
         handle.refs.require_there()

@@ -17,7 +17,7 @@ from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.records import CommitInfo, info_from_row
 from cas_ckpt.core.ref_store import RefStore
-from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.refs import BY_NAME, RefKind, reads_as_id
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index.log_reader import read_log
@@ -51,7 +51,7 @@ def quick_log(
         limit: At most so many commits.
         first_parent: Follow only the first parent of merges.
     """
-    if "://" in place or limit == 0:
+    if "://" in place or limit == 0 or (revision is not None and reads_as_id(revision)):
         return None
     store = FileStore(Path(place))
     try:
@@ -60,15 +60,15 @@ def quick_log(
             return None
         names: dict[str, list[str]] = {}
         targets: set[Digest] = set()
-        heads: dict[str, Digest] = {}  # a tag goes before a branch of its name, as where a revision is resolved
+        heads: dict[str, Digest] = {}
         for ref in RefStore(store).list():
             if ref.target is None:
                 continue
             targets.add(ref.target)
             names.setdefault(ref.target.hex(), []).append(_PREFIXES.get(ref.kind, "") + ref.name)
-            if ref.kind is RefKind.BRANCH:
-                heads.setdefault(ref.name, ref.target)
-            elif ref.kind is RefKind.TAG and revision is not None:
+            if ref.kind is RefKind.BRANCH or (revision is not None and ref.kind in BY_NAME):
+                if ref.name == revision in heads:  # of two meanings
+                    return None
                 heads[ref.name] = ref.target
         head = heads.get(config.default_branch if revision is None else revision)
         if head is None:

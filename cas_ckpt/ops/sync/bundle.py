@@ -29,6 +29,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
+from cas_ckpt.ops.sync.fetch import may_come
 from cas_ckpt.ops.sync.push import PushRequest, updates_of
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress, phase
@@ -143,11 +144,12 @@ def take_bundle(
     with _opened(path) as (store, source):
         _require_prerequisites(handle, store)
         updates = []
+        own = {(ref.kind, ref.name) for ref in handle.refs.list(RefKind.BRANCH, RefKind.TAG)}
         for ref in source.refs.list(RefKind.BRANCH, RefKind.TAG, RefKind.PIN):
             if remote is not None and ref.kind is RefKind.BRANCH:
                 name = f"{check_remote_name(remote)}/{ref.name}"
                 updates.append(RefUpdate(RefKind.REMOTE, name, ref.target, force=True))
-            else:
+            elif ref.kind is RefKind.PIN or (ref.kind, ref.name) in own or may_come(handle, source, ref):
                 note = None if ref.kind is RefKind.BRANCH else ref.note
                 updates.append(RefUpdate(ref.kind, ref.name, ref.target, note=note, signature=ref.signature))
         options = SendOptions("bundle", dry_run, progress=progress)

@@ -10,6 +10,7 @@ whatever the other side says (send.py).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,7 +22,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import graph_with, read_graph
 from cas_ckpt.core.refs import Ref, RefKind
-from cas_ckpt.core.revisions import current_branch, resolve
+from cas_ckpt.core.revisions import current_branch, other_meaning, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
@@ -30,6 +31,8 @@ from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class FetchRequest:
         filter: Patterns of keys whose chunks come, the others being promised by the remote; empty: what its settings
             say, else all.
         widen: They come also of commits that are here already.
+        force: Tags come also where they name another commit here, or their names would be taken for something else.
         commits: Revisions of this repository whose data is to come back, if it was forgotten here; a pin keeps it.
     """
 
@@ -61,6 +65,7 @@ class FetchRequest:
     commits: Sequence[str] = ()
     widen: bool = False
     memory_bytes: int | None = None
+    force: bool = False
 
     @property
     def options(self) -> SendOptions:
@@ -100,7 +105,7 @@ def _fetch(
     if request.branches and not branches:
         raise NotFoundError(f"no branch of {other.store.url} is called {', '.join(request.branches)}")
     updates = [RefUpdate(RefKind.REMOTE, f"{name}/{ref.name}", ref.target, force=True) for ref in branches]
-    updates += _tags(handle, other, theirs, branches, request.tags)
+    updates += _tags(handle, other, theirs, branches, request)
     for digest in dict.fromkeys(resolve(handle, revision) for revision in request.commits):
         updates.append(RefUpdate(RefKind.PIN, f"{name}-{short(digest)}", digest, note=f"fetched from {name}"))
     if request.prune:
@@ -112,9 +117,10 @@ def _fetch(
 
 def _tags(
     handle: RepositoryHandle, other: RepositoryHandle, theirs: Sequence[Ref], branches: Sequence[Ref],
-    wanted: bool | None,
+    request: FetchRequest,
 ) -> list[RefUpdate]:  # fmt: skip
-    """Tags that come along; one that names another commit here stays as it is here."""
+    """Tags that come along; one that names another commit here stays as it is here, unless that is forced."""
+    wanted = request.tags
     tags = [ref for ref in theirs if ref.kind is RefKind.TAG]
     if wanted is False or not tags:
         return []
@@ -123,10 +129,23 @@ def _tags(
         coming = graph_with(other, heads).reached(heads) | read_graph(handle).commits.keys()
         tags = [ref for ref in tags if ref.target in coming]
     own = {ref.name for ref in handle.refs.list(RefKind.TAG, RefKind.BRANCH)}
+    if request.force:
+        own = {ref.name for ref in handle.refs.list(RefKind.BRANCH)}
     return [
-        RefUpdate(ref.kind, ref.name, ref.target, note=ref.note, signature=ref.signature)
-        for ref in tags if ref.name not in own
+        RefUpdate(ref.kind, ref.name, ref.target, request.force, note=ref.note, signature=ref.signature)
+        for ref in tags if ref.name not in own and (request.force or may_come(handle, other, ref))
     ]  # fmt: skip
+
+
+def may_come(handle: RepositoryHandle, other: RepositoryHandle, ref: Ref) -> bool:
+    """Whether a new tag or branch of the other side means nothing else here, nor an id there; said if not."""
+    meaning = other_meaning(handle, ref.name, other)
+    if meaning is not None:
+        _LOGGER.warning(
+            "the %s %r of %s is not taken: it reads as %s (fetch with force=True takes it)",
+            ref.kind.label, ref.name, other.store.url, meaning,
+        )  # fmt: skip
+    return meaning is None
 
 
 def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None = None) -> SyncReport:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.pack_shards import PackShard
-from cas_ckpt.core.publish import ANY_HEAD, AnyHead
+from cas_ckpt.core.publish import ANY_HEAD, AnyHead, check_meaning
 from cas_ckpt.core.refs import Ref, RefKind
-from cas_ckpt.core.revisions import current_branch, resolve
-from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
+from cas_ckpt.core.revisions import current_branch, named_ref, resolve
+from cas_ckpt.errors import AmbiguousIdError, CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.sync.remotes import is_wanted, opened, parse_refspec, remember, remote_named, whole_name
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
@@ -77,6 +77,7 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
     )  # fmt: skip
     with opened(url, read_only=request.dry_run, cache=handle.cache_place) as other:
         _check_deletions(updates, other)
+        _check_new_tags(updates, other, handle)
         report = send(handle, other, updates, options, near=handle)
     if name is not None and not (request.dry_run or request.shard or handle.read_only):
         _remember(handle, name, updates)
@@ -123,15 +124,13 @@ def _each_update(handle: RepositoryHandle, request: PushRequest, usual: Sequence
 
 def _local(handle: RepositoryHandle, name: str) -> Ref | None:
     """The branch, tag or pin of this name here; None: `name` is another revision."""
-    kinds = [kind for kind in RefKind if name.startswith(kind.value)]
-    for kind in kinds or (RefKind.TAG, RefKind.BRANCH):
-        try:
-            ref = handle.refs.get(kind, name.removeprefix(kind.value))
-        except (NotFoundError, InvalidInputError):
-            continue
-        if ref.target is not None:
-            return None if kind is RefKind.REMOTE else ref
-    return None
+    try:
+        ref = named_ref(handle, name)
+    except AmbiguousIdError:
+        raise
+    except InvalidInputError:
+        return None  # main~3, HEAD
+    return None if ref is None or ref.kind is RefKind.REMOTE else ref
 
 
 def _own(handle: RepositoryHandle, source: str, ref: Ref | None) -> tuple[RefKind, str]:
@@ -170,6 +169,14 @@ def _check_deletions(updates: Sequence[RefUpdate], other: RepositoryHandle) -> N
     default = other.config.default_branch
     if any(update.target is None and update.kind is RefKind.BRANCH and update.name == default for update in updates):
         raise InvalidInputError(f"{default!r} is the default branch of {other.store.url} and stays")
+
+
+def _check_new_tags(updates: Sequence[RefUpdate], other: RepositoryHandle, handle: RepositoryHandle) -> None:
+    new = [one for one in updates if one.kind is RefKind.TAG and one.target is not None and not one.force]
+    there = {ref.name for ref in other.refs.list(RefKind.TAG)} if new else set()
+    for update in new:
+        if update.name not in there:
+            check_meaning(other, update.kind, update.name, handle, unless="force=True")
 
 
 def _remember(handle: RepositoryHandle, remote: str, updates: Sequence[RefUpdate]) -> None:

@@ -24,7 +24,8 @@ from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import live_sets, promised_commits, promisors, read_graph
 from cas_ckpt.core.publish import take_away
 from cas_ckpt.core.push_failures import note_push
-from cas_ckpt.core.refs import Ref, RefKind, check_name
+from cas_ckpt.core.refs import REFS, Ref, RefKind, check_name, check_new_name
+from cas_ckpt.core.revisions import split_name
 from cas_ckpt.core.settings import (
     Remote,
     Settings,
@@ -97,7 +98,8 @@ def add_remote(
     """
     handle.require_writable()
     check_promisor(handle.store, promisor)
-    made = Remote(check_remote_name(name), stored_url(url), tuple(fetch), tuple(push), tier, promisor, tuple(keys))
+    check_new_name(f"{check_remote_name(name)}/main")  # as its branches are called here
+    made = Remote(name, stored_url(url), tuple(fetch), tuple(push), tier, promisor, tuple(keys))
 
     def add(held: Settings) -> Settings:
         if any(remote.name == name for remote in held.remotes):
@@ -295,9 +297,9 @@ def whole_name(name: str, kind: RefKind) -> tuple[RefKind, str]:
     Raises:
         InvalidInputError: no possible name.
     """
-    for each in (RefKind.BRANCH, RefKind.TAG, RefKind.PIN):
-        if name.startswith(each.value):
-            return each, check_name(name.removeprefix(each.value))
-    if name.startswith("refs/"):
+    each, plain = split_name(name)
+    if each is not None and each is not RefKind.REMOTE:
+        return each, check_name(plain)
+    if name.startswith(REFS):
         raise InvalidInputError(f"{shown_value(name)}: give a branch, a tag or a pin of the other side")
     return kind, check_name(name)

@@ -10,10 +10,22 @@ import pytest
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind, check_name
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Head, RefKind, check_name
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import AmbiguousIdError, ConflictError, InvalidInputError, NotFoundError
-from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch, delete_ref, named
+from cas_ckpt.ops.history.log import latest_of
+from cas_ckpt.ops.refs import (
+    create_branch,
+    create_pin,
+    create_tag,
+    delete_branch,
+    delete_ref,
+    named,
+    reflog,
+    rename_ref,
+)
+from cas_ckpt.ops.sync.push import PushRequest, push
+from cas_ckpt.ops.sync.remotes import add_remote
 from tests.builders import commit, new_repository, numbers
 
 
@@ -199,3 +211,107 @@ def test_a_ref_file_of_an_impossible_name_does_not_end_every_listing(
     record = (tmp_path / "repo/refs/heads/main.ref").read_bytes()
     (tmp_path / f"repo/refs/heads/{name}.ref").write_bytes(record)
     assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]
+
+
+# ---------------------------------------------------------------- names that mean two things
+
+
+def name_by_hand(handle: RepositoryHandle, kind: RefKind, name: str, revision: str) -> None:
+    """Let a ref name a commit as another writer may, who compares it with nothing."""
+    made = handle.refs.create_placeholder(kind, name)
+    handle.refs.swap(made, resolve(handle, revision), generation=handle.begin_writing())
+
+
+@pytest.mark.parametrize("kinds", [
+    (RefKind.TAG, RefKind.REMOTE), (RefKind.BRANCH, RefKind.REMOTE), (RefKind.TAG, RefKind.BRANCH)])  # fmt: skip
+def test_a_name_of_two_refs_is_refused_and_their_whole_names_are_not(
+    repo: RepositoryHandle, kinds: tuple[RefKind, RefKind]
+) -> None:
+    for kind, revision in zip(kinds, ("main~1", "main~2"), strict=True):
+        name_by_hand(repo, kind, "origin/main", revision)
+    whole = [f"{kind.value}origin/main" for kind in kinds]
+    for ask in (lambda: resolve(repo, "origin/main~0"), lambda: reflog(repo, "origin/main")):
+        with pytest.raises(AmbiguousIdError) as caught:
+            ask()
+        assert all(name in str(caught.value) for name in whole)
+    assert [resolve(repo, name) for name in whole] == [resolve(repo, "main~1"), resolve(repo, "main~2")]
+
+
+def test_what_is_pushed_is_one_thing(repo: RepositoryHandle, tmp_path: Path) -> None:
+    new_repository(tmp_path / "there").close()
+    digits = resolve(repo, "main").hex()[:12]
+    for name in ("origin/main", digits):
+        name_by_hand(repo, RefKind.TAG, name, "main~2")
+    name_by_hand(repo, RefKind.REMOTE, "origin/main", "main~1")
+    for name in ("origin/main", digits):
+        with pytest.raises(AmbiguousIdError):
+            push(repo, PushRequest(str(tmp_path / "there"), [f"{name}:main"]))
+
+
+@pytest.mark.parametrize("kind", [RefKind.TAG, RefKind.BRANCH])
+def test_digits_that_are_a_name_and_begin_the_id_of_another_commit_are_refused(
+    repo: RepositoryHandle, kind: RefKind
+) -> None:
+    digits = resolve(repo, "main").hex()[:12]
+    name_by_hand(repo, kind, digits, "main~1")
+    with pytest.raises(AmbiguousIdError, match=f"{kind.value}{digits}"):
+        resolve(repo, digits)
+    assert resolve(repo, f"{kind.value}{digits}") == resolve(repo, "main~1")
+    own = resolve(repo, "main~1").hex()[:12]
+    name_by_hand(repo, kind, own, "main~1")  # both are one commit
+    assert resolve(repo, own) == resolve(repo, "main~1")
+
+
+def test_a_short_name_wins_over_an_id_that_begins_like_it_and_says_so(
+    repo: RepositoryHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    digits = resolve(repo, "main").hex()[:4]
+    create_branch(repo, digits, start="main~1")
+    assert resolve(repo, digits) == resolve(repo, "main~1")
+    assert f"refs/heads/{digits}" in caplog.text
+
+
+def test_a_name_with_another_meaning_is_not_given_without_force(repo: RepositoryHandle) -> None:
+    add_remote(repo, "usb", "/mnt/usb")
+    digits = resolve(repo, "main").hex()[:12].upper()
+    for name in ("usb/main", digits):
+        for make in (create_branch, create_tag):
+            with pytest.raises(ConflictError, match="force=True"):
+                make(repo, name)
+        with pytest.raises(InvalidInputError, match="create=True"):
+            commit(repo, {"x": 9}, branch=name, head=Head("main"), orphan=True)
+        create_tag(repo, name, "main~1", force=True)
+        create_tag(repo, name, "main~2", force=True)
+    create_tag(repo, "usb-main")
+    assert set(branches(repo)) == {"main"}
+
+
+# ---------------------------------------------------------------- whole names of refs
+
+
+def test_the_whole_name_of_a_ref_is_no_name_of_a_new_one(repo: RepositoryHandle, tmp_path: Path) -> None:
+    before = resolve(repo, "main")
+    calls = [
+        lambda name: create_branch(repo, name), lambda name: create_tag(repo, name, force=True),
+        lambda name: create_pin(repo, name=name), lambda name: commit(repo, {"x": 9}, branch=name),
+        lambda name: rename_ref(repo, RefKind.BRANCH, "ft", name), lambda name: latest_of(repo, name),
+        lambda name: init_repository(tmp_path / "new", default_branch=name),
+        lambda name: push(repo, PushRequest(str(tmp_path / "there"), [f"main:refs/heads/{name}"])),
+    ]  # fmt: skip
+    create_branch(repo, "ft")
+    new_repository(tmp_path / "there").close()
+    for call in calls:
+        for name in ("refs/heads/main", "refs/main"):
+            with pytest.raises(InvalidInputError, match="refs/"):
+                call(name)
+    with pytest.raises(InvalidInputError, match="refs"):
+        add_remote(repo, "refs", "/mnt/usb")
+    assert {ref.name for ref in repo.refs.list()} == {"main", "ft"}
+    assert resolve(repo, "refs/heads/main") == before
+
+
+def test_a_branch_that_an_older_version_named_so_is_renamed_and_collected_beside(repo: RepositoryHandle) -> None:
+    name_by_hand(repo, RefKind.BRANCH, "refs/heads/main", "main~1")
+    assert len(list(repo.refs.every())) == 2
+    rename_ref(repo, RefKind.BRANCH, "refs/heads/main", "main-1")
+    assert branches(repo) == {"main": resolve(repo, "main").hex(), "main-1": resolve(repo, "main~1").hex()}

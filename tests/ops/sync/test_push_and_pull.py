@@ -442,3 +442,43 @@ def test_a_clone_of_some_branches_takes_of_the_one_that_begins_here_no_more_than
         Repository.clone(tmp_path / "there", tmp_path / "none", branches=["x/*"])
     with Repository.clone(tmp_path / "there", tmp_path / "none", branches=["ft/*"]) as again:
         assert again.resolve("main") == again.resolve("origin/main")
+
+
+@pytest.mark.parametrize("way", ["clone", "fetch", "pull", "bundle"])
+def test_a_tag_that_reads_as_a_branch_of_the_remote_or_as_an_id_does_not_come(
+    pair: Pair, tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(2):
+        commit(pair.theirs, {"step": step})
+    digits = pair.there.resolve("main")[:12]
+    for name in ("origin/main", digits):
+        pair.there.tag(name, "main~1", force=True)
+    pair.there.tag("v1", "main~1")
+    if way == "clone":
+        here = Repository.clone(pair.there.url, tmp_path / "clone", tags=True)
+    else:
+        here = pair.here
+        if way == "bundle":
+            pair.there.create_bundle(tmp_path / "b", ["main", "v1", "refs/tags/origin/main", f"refs/tags/{digits}"])
+            here.unbundle(tmp_path / "b")
+        else:
+            getattr(here, way)()
+    assert list(here.tags()) == ["v1"]
+    assert all(repr(name) in caplog.text for name in ("origin/main", digits))
+    if way != "bundle":
+        assert here.resolve("origin/main") == here.resolve(digits) == pair.there.resolve("main")
+        here.fetch(force=True)
+        assert list(here.tags()) == sorted(["v1", "origin/main", digits])
+
+
+def test_a_tag_that_reads_as_an_id_there_or_as_a_branch_of_its_remotes_is_not_pushed_without_force(pair: Pair) -> None:
+    commit(pair.ours, {"step": 0})
+    pair.here.push()
+    pair.there.add_remote("usb", "/mnt/usb")
+    for name in (commit(pair.theirs, {"step": 1}).id[:12], "usb/main"):
+        pair.here.tag(name)
+        with pytest.raises(ConflictError, match=name):
+            pair.here.push(refs=[name])
+        assert pair.there.tags().get(name) is None
+        pair.here.push(refs=[f"+{name}"])
+        assert pair.there.tags()[name] == pair.here.resolve("main")
