@@ -6,7 +6,8 @@
        lets nothing through but reading, a handler that SQLite calls every few hundred steps looks at the clock, and
        sorting goes to temporary files. Signals such as Ctrl-C are held until it has returned
        PostgreSQL: a session of its own, which ends with the query and so takes with it whatever it locked or set; a
-       read-only transaction; a cursor, which is declared for a query alone; the server ends it in time
+       read-only transaction; a cursor, which is declared for a query alone, and fetched from in pieces; the server
+       ends it in time, and sends no row that is too long
     3. rows are taken one at a time, until there are no more or a limit is reached: that is an error, never fewer rows
 
 Invariant: whatever the text says, no row changes and nobody else waits for longer than the time it is given. On
@@ -20,7 +21,7 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
@@ -47,7 +48,8 @@ class QueryLimits:
     Attributes:
         max_rows: Rows.
         max_bytes: Bytes of all values together: of texts and bytes their length, 8 of any other. One value may have
-            a sixteenth of them on SQLite, less in a long query, and what PostgreSQL allows there (1 GB).
+            a sixteenth of them on SQLite, less in a long query; on PostgreSQL one that is not text or bytes, written
+            as text: an array, JSON, a number of many digits.
         timeout_s: Seconds.
     """
 
@@ -141,6 +143,10 @@ def _plain(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
 
 
+_FIRST_ROWS, _MOST_ROWS = 16, 1024
+"""Of a piece that PostgreSQL is asked for: it puts all rows of one aside before it sends the first."""
+
+
 class _Taken:
     """The rows of an answer so far, and the limits that it must keep."""
 
@@ -172,6 +178,10 @@ class _Taken:
             "query): ask for fewer columns, or give more with max_bytes="
         )
 
+    def next_rows(self) -> int:
+        """How many rows to ask for next: as many as there were, and one more than may be, which is an error."""
+        return min(max(len(self.rows), _FIRST_ROWS), _MOST_ROWS, self.limits.max_rows - len(self.rows) + 1)
+
     def take(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Take all rows.
 
@@ -201,6 +211,12 @@ _STEPS_PER_LOOK = 200
 _MOST_PATTERN_BYTES = 128
 """To compare it with the longest text takes ten seconds, which nothing can end."""
 
+_LEAST_MEMORY_BYTES = 1 << 25
+"""What SQLite may take besides `max_bytes`: pages, and what other connections of the process do meanwhile."""
+
+_GATHERING = frozenset({"json_group_array", "json_group_object"})
+"""They look at the length of what they make when it is whole."""
+
 _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 _REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "json_patch"})
 """The last one takes the square of what it is given, in one step."""
@@ -228,7 +244,7 @@ def _ask_sqlite(database: Database, asked: Query, values: Mapping[str, Any], tak
             if guard.refused is not None:
                 raise guard.refused from None
             if code == "SQLITE_INTERRUPT":
-                raise taken.late() from error
+                raise (taken.too_long() if guard.takes_too_much() else taken.late()) from error
             if code == "SQLITE_TOOBIG" or isinstance(error, sqlite3.DataError):
                 raise taken.too_long() from error
             raise query_refused(error, database.place) from error
@@ -286,8 +302,10 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
     connection.set_authorizer(_authorize)
 
 
-def _authorize(action: int, _one: str | None, other: str | None, _database: str | None, _view: str | None) -> int:
-    refused = action == sqlite3.SQLITE_FUNCTION and other in _REFUSED_FUNCTIONS
+def _authorize(action: int, _one: str | None, other: str | None, _database: str | None, view: str | None) -> int:
+    refused = action == sqlite3.SQLITE_FUNCTION and (
+        other in _REFUSED_FUNCTIONS or (other in _GATHERING and view is None and sqlite.memory_used() is None)
+    )
     return sqlite3.SQLITE_OK if action in _READING and not refused else sqlite3.SQLITE_DENY
 
 
@@ -304,10 +322,17 @@ class _Guard:
         self.refused: CkptError | None = None
         self._taken = taken
         self._held = held
+        self._most_memory = (sqlite.memory_used() or 0) + taken.limits.max_bytes + _LEAST_MEMORY_BYTES
+        self._took_too_much = False
 
     def is_over(self) -> bool:
-        """Whether the time is over, or somebody wants the query to end."""
-        return self._taken.is_late() or bool(self._held)
+        """Whether the time is over, the memory taken, or somebody wants the query to end."""
+        self._took_too_much = (sqlite.memory_used() or 0) > self._most_memory
+        return self._took_too_much or self._taken.is_late() or bool(self._held)
+
+    def takes_too_much(self) -> bool:
+        """Whether that is why the query ended."""
+        return self._took_too_much
 
     def function(self, name: str) -> Callable[..., _Value]:
         """The function `name` of SQLite, which refuses what it would work on for minutes."""
@@ -376,11 +401,15 @@ def _ask_postgres(database: Database, asked: Query, values: Mapping[str, Any], t
                 )  # fmt: skip
                 with closing(session.cursor(name=_CURSOR)) as declared:
                     declared.execute(text, values)  # by the protocol that takes one statement alone
-                    columns = tuple(column.name for column in declared.description)
-                    _set_timeout(session, taken)
-                    with closing(session.cursor().stream(f"FETCH FORWARD ALL FROM {_CURSOR}")) as rows:
-                        taken.take(tuple(map(_plain, row)) for row in rows)
-                return Answer(columns, taken.rows)
+                    columns = tuple(declared.description)
+                    bounded = _bounded(text, columns, taken.limits.max_bytes)
+                    if bounded is None:
+                        _fetch(session, taken, len(columns))
+                if bounded is not None:
+                    with closing(session.cursor(name=_CURSOR)) as declared:
+                        declared.execute(bounded, values)
+                        _fetch(session, taken, len(columns))
+                return Answer(tuple(column.name for column in columns), taken.rows)
             finally:
                 connection.invalidate()  # it is closed, and not used for anything else
     except REFUSED as error:
@@ -389,6 +418,56 @@ def _ask_postgres(database: Database, asked: Query, values: Mapping[str, Any], t
         if getattr(error, "sqlstate", None) == "57014" and taken.left_s() < 1:  # else somebody cancelled it
             raise taken.late() from error
         raise query_refused(error, database.place) from error
+
+
+_TEXTS = frozenset({17, 25, 1042, 1043})
+"""Numbers of the types bytea, text, character and character varying."""
+
+_VALUES_OF_OTHERS = 16
+"""So many times its text is what a list, or a number of many digits, may take in memory."""
+
+
+def _bounded(text: str, columns: Sequence[Any], most: int) -> str | None:
+    """The query so that the server leaves out the values of a row of more than `most` bytes; None: none can be long.
+
+    A column behind the others says of which rows it did. The query is a subquery behind OFFSET 0, or each of its
+    columns would be worked out as often as it is named here.
+    """
+    sizes = [
+        f"coalesce(octet_length(q.c{at}), 0)::bigint"
+        if column.type_code in _TEXTS
+        else f"coalesce(octet_length(q.c{at}::text), 0)::bigint * {_VALUES_OF_OTHERS}"
+        for at, column in enumerate(columns)
+        if column.internal_size is None
+    ]
+    if not sizes:
+        return None
+    names = [f"c{at}" for at in range(len(columns))]
+    values = ", ".join(
+        f"CASE WHEN s.n <= {most} THEN q.{name} END" if column.internal_size is None else f"q.{name}"
+        for name, column in zip(names, columns, strict=True)
+    )
+    return (
+        f"SELECT {values}, s.n > {most} FROM (SELECT * FROM (\n{text}\n) i OFFSET 0) q({', '.join(names)}) "
+        f"CROSS JOIN LATERAL (SELECT {' + '.join(sizes)} AS n OFFSET 0) s"
+    )
+
+
+def _fetch(session: Any, taken: _Taken, num_columns: int) -> None:
+    """Take all rows of the cursor, some at a time."""
+    num_asked = num_rows = 0
+    while num_rows == num_asked:
+        num_asked, num_before = taken.next_rows(), len(taken.rows)
+        _set_timeout(session, taken)
+        with closing(session.cursor().stream(f"FETCH FORWARD {num_asked} FROM {_CURSOR}")) as rows:
+            taken.take(_row(row, num_columns, taken) for row in rows)
+        num_rows = len(taken.rows) - num_before
+
+
+def _row(row: tuple[Any, ...], num_columns: int, taken: _Taken) -> tuple[Any, ...]:
+    if any(row[num_columns:]):
+        raise taken.too_long()
+    return tuple(map(_plain, row[:num_columns]))
 
 
 def _set_timeout(session: Any, taken: _Taken, *more: str) -> None:

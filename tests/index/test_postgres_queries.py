@@ -121,6 +121,23 @@ def test_the_server_ends_what_sleeps_or_goes_on_for_ever(
     assert _sessions(other) == 0
 
 
+def test_rows_are_asked_for_in_pieces_and_the_server_makes_no_more(index: Index) -> None:
+    text = "SELECT 1 / (2000 - n) FROM generate_series(1, 3000) n"
+    with pytest.raises(TooLargeError, match="more than 10 rows"):
+        run_query(index, text, {}, QueryLimits(10, 1 << 20, 20.0))
+    assert rows(index, "SELECT n, n::text FROM generate_series(1, 3000) n") == [(n, str(n)) for n in range(1, 3001)]
+
+
+@pytest.mark.parametrize("text", ["array_agg(n)", "json_agg(n)", "string_agg(n::text, ',')", "array_agg(n)::text"])
+def test_a_row_that_is_too_long_is_left_on_the_server(index: Index, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    came: list[object] = []
+    plain = query._plain
+    monkeypatch.setattr(query, "_plain", lambda value: came.append(value) or plain(value))
+    with pytest.raises(TooLargeError, match=r"bytes of values.*max_bytes="):
+        run_query(index, f"SELECT 1, {text} FROM generate_series(1, 50000) n", {}, QueryLimits(9, 1 << 18, 20.0))
+    assert came == []
+
+
 def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Connection[Any]) -> None:
     ask(index, "SELECT pg_advisory_lock(99), set_config('work_mem', '1GB', false)")
     assert _sessions(other) == 0
@@ -133,7 +150,7 @@ def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Co
 def test_the_server_knows_how_much_time_is_left_and_ends_a_client_that_stops(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = iter([9.0, 7.0, 5.0, 5.0])
+    left = iter([9.0, 7.0, 5.0, 5.0, 5.0, 5.0])
     monkeypatch.setattr(query._Taken, "left_s", lambda _: next(left))
     text = "SELECT current_setting('statement_timeout'), current_setting('idle_in_transaction_session_timeout')"
     assert rows(index, text) == [("7s", "8s")]

@@ -173,6 +173,7 @@ def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: P
     """In a process of its own, so that its most memory is that of the query."""
     program = f"""
         import re
+        from cas_ckpt.errors import TooLargeError
         from cas_ckpt.index.index import Index
         from cas_ckpt.index.query import QueryLimits, run_query
 
@@ -185,13 +186,20 @@ def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: P
             before = most_kb()
             text = "{NUMBERS} LIMIT 150000) SELECT count(*) FROM (SELECT DISTINCT hex(randomblob(200)) FROM r)"
             print(run_query(index, text, {{}}, limits).rows, most_kb() - before)
+            try:
+                text = "{NUMBERS} LIMIT 1000) SELECT json_group_array(hex(zeroblob(100000))) FROM r"
+                run_query(index, text, {{}}, QueryLimits(1, 1 << 24, 100))
+            except TooLargeError as error:
+                print("bytes of values" in str(error), most_kb() - before)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=110
     )
-    answer, taken_kb = done.stdout.rsplit(" ", 1)
+    (answer, taken_kb), gathered = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
     assert answer == "[(150000,)]"
     assert int(taken_kb) < 30_000, "75 MB of rows were kept"
+    assert gathered[0] == "True"
+    assert int(gathered[1]) < 100_000, "200 MB were gathered before their length was looked at"
 
 
 class Ended(BaseException):
