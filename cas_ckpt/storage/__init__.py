@@ -8,6 +8,7 @@
     object_store.py   a store over any object storage: keys under a prefix, conditions by value, listings
     object_reads.py   its reads: ranges in parts, bodies that break off are read on
     object_uploads.py its uploads of parts, lost replies, and what dead writers left
+    listing_order.py  listings of services that keep objects in folders, in order of code points
     part_workers.py   its threads and memory for parts
     bucket.py         what a vendor of object storage implements for it
     bucket_client.py  what vendors share: a client for each process, answers with limits, errors without secrets
@@ -16,7 +17,7 @@
     gcs_requests.py   its credentials, connections, retries and limits, on google-cloud-storage
     bucket_url.py     scheme://bucket/prefix?setting=value
     url.py            from a path or URL to its store
-    probe.py          what a medium really does: conditional writes, a page cache that is shared
+    probe.py          what a medium really does: conditional writes, order of listings, a shared page cache
 
 The story of a write: 1. `check_key` refuses what some store could not hold; 2. the bytes go into a temporary, which is
 synced; 3. the temporary gets the key's name in one step, under the condition that was asked for; 4. the name is synced.

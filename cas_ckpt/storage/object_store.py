@@ -42,7 +42,8 @@ from cas_ckpt.errors import (
     TooLargeError,
     TransientStorageError,
 )
-from cas_ckpt.storage.bucket import ABSENT, Bucket, ConditionFailed
+from cas_ckpt.storage.bucket import ABSENT, Bucket, ConditionFailed, Listed
+from cas_ckpt.storage.listing_order import by_code_points
 from cas_ckpt.storage.object_reads import EndsBefore, ObjectReads
 from cas_ckpt.storage.object_uploads import PartUpload, new_nonce, settle, sweep_uploads
 from cas_ckpt.storage.part_workers import Parts, PartWorkers
@@ -353,20 +354,24 @@ class ObjectStore:
     def _listed(self, prefix: str) -> Iterator[ListedVersion]:
         """The keys of all pages. Objects that could be no key of a store (other programs') are left out."""
         whole = self.prefix + prefix
+        for item in by_code_points(self._pages(whole), whole):
+            key = item.name.removeprefix(self.prefix)
+            if is_key(key):
+                yield ListedVersion(key, item.size, item.version)
+
+    def _pages(self, whole: str) -> Iterator[Listed]:
+        """What all pages hold of the objects whose names start with `whole`, as the service lists them."""
         last, count = "", 0
         more = True
         while more:
             page = self.bucket.list_page(whole, last)
             more, before = page.more, last
             for item in page.items:
-                if item.name <= last:
-                    raise StorageError(f"listing {whole}: {item.name!r:.200} comes after {last!r:.200}: out of order")
                 if len(item.version) > _MOST_VERSION_CHARS:
                     raise StorageError(f"listing {whole}: {item.name!r:.200} has the version {item.version!r:.80}...")
                 last = item.name
-                key = item.name.removeprefix(self.prefix)
-                if item.name.startswith(whole) and is_key(key):
-                    yield ListedVersion(key, item.size, item.version)
+                if item.name.startswith(whole):
+                    yield item
             count += len(page.items)
             if more and last == before:
                 raise StorageError(f"listing {whole}: a page without objects says that more follow")

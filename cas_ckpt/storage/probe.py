@@ -3,6 +3,8 @@
 `probe_conditions`: does it honour conditional writes? Some "S3-compatible" ones ignore them. The verdict never
 believes `abilities`; what was written for it is deleted again.
 
+`probe_listing`: does it list names in order? S3 Express does not.
+
 `cache_token`: do two processes read a store through one and the same page cache? Equal tokens mean that what one
 process has just read is in the memory from which the other one's `read_into(cached_only=True)` would be answered.
 
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from cas_ckpt.errors import ConflictError, StorageError
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, delete_many
 
 PROBE_PREFIX = "probe-"
 """How the key of a probe begins; it has one part, so that no folder is left where keys are paths."""
@@ -82,6 +84,24 @@ def probe_conditions(store: Store) -> Verdict:
     second = "a second create is refused" if creates else "a second create is NOT refused"
     stale = "a stale swap is refused" if swaps else "swaps are NOT checked"
     return Verdict(creates, swaps, f"{second}; {stale}")
+
+
+def probe_listing(store: Store) -> None:
+    """See that a listing of a flat folder, as that of packs is, comes in order; leaves nothing behind.
+
+    Raises:
+        StorageError: it does not, or the store cannot be written.
+    """
+    stem = PROBE_PREFIX + secrets.token_hex(_NAME_BYTES)
+    keys = [f"{stem}-{end}" for end in "f0a"]
+    try:
+        for key in keys:
+            store.put(key, b"")
+        found = [key for key, _ in store.list(stem)]
+    finally:
+        delete_many(store, keys)
+    if found != sorted(keys):
+        raise StorageError(f"{store.url}: its listings are not whole, or not in order of names: use another store")
 
 
 def _error_of(call: Callable[[], None]) -> ConflictError | StorageError | None:

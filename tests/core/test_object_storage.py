@@ -32,6 +32,15 @@ def test_a_store_that_ignores_conditions_is_refused_and_left_empty(careless: S3S
     assert list(open_store(url).list("")) == []
 
 
+def test_a_store_that_lists_in_no_order_is_refused_and_left_empty(s3: S3Server) -> None:
+    bucket = s3.new_bucket()
+    with Proxy(s3.endpoint) as proxy:
+        proxy.plan(edit(lambda body: body.replace(b"-0</Key>", b"-z</Key>")), match="list-type")
+        with pytest.raises(StorageError, match="out of order"):
+            Repository.init(s3.url(bucket).replace(s3.endpoint, proxy.endpoint))
+    assert list(open_store(s3.url(bucket)).list("")) == []
+
+
 def test_one_writer_gets_along_without_conditions(careless: S3Server) -> None:
     url = careless.url(careless.new_bucket())
     with Repository.init(url, single_writer=True) as repo:
