@@ -63,6 +63,7 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.transfer.workers import ahead, map_all
+from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from cas_ckpt.signing.trust import Trust
@@ -80,7 +81,7 @@ WHOLE_SET_CHUNKS = 500_000
 """Up to this many chunks, their ids are held in memory while the handle commits (some 50 MB)."""
 
 
-class RepositoryHandle:
+class RepositoryHandle(Uncopied):
     """An open repository. May be shared by threads.
 
     Attributes:

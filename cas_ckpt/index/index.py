@@ -33,6 +33,7 @@ from cas_ckpt.index.database import Database, copy_into_memory, discard_database
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.rows import REVISIONS, PackRecord, RefRow
 from cas_ckpt.index.schema import META, REFS, VERSION_TABLE, VIEWS_VERSION, refuse_foreign
+from cas_ckpt.uncopied import Uncopied
 
 SOON_S = 5.0
 """How long `Index.write_soon` waits for others: what is only good to know delays no restore for longer."""
@@ -41,7 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Index:
+class Index(Uncopied):
     """The index of one repository.
 
     Attributes:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.held_signals import held_signals
+from cas_ckpt.uncopied import Uncopied
 
 
-class OpenLock:
+class OpenLock(Uncopied):
     """Says that a database file is open: a shared lock beside it, until `close` or the end of the process.
 
     SQLite's log and shared memory are found by name: whoever removes them while a process has the database open, or

@@ -14,6 +14,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.transfer.peers import collective_errors
+from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -25,7 +26,7 @@ _ONE_AT_A_TIME = frozenset({"commit", "commit_async", "checkout", "import_file"}
 """Verbs that one thread is in once, at most."""
 
 
-class Opened:
+class Opened(Uncopied):
     """An open repository, without verbs."""
 
     def __init__(

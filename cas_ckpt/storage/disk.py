@@ -44,6 +44,7 @@ from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 from cas_ckpt import clock
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.storage.store import Store, missing
+from cas_ckpt.uncopied import Uncopied
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +73,7 @@ _NUM_LOCKS = 64
 """Names share so many lock files: whoever meets a stranger there only waits a little."""
 
 
-class Descriptor:
+class Descriptor(Uncopied):
     """An open file number that is closed when nobody refers to it any more."""
 
     __slots__ = ("fd",)

@@ -69,6 +69,7 @@ from cas_ckpt.storage.store import (
     writable_view,
     writing,
 )
+from cas_ckpt.uncopied import Uncopied
 
 BLOCK_BYTES = 4096
 """Alignment of address, offset and length that every O_DIRECT filesystem we know accepts."""
@@ -260,7 +261,7 @@ _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
-class FileStore:
+class FileStore(Uncopied):
     """A `Store` in the folder `root`, which the first write creates."""
 
     block_bytes = BLOCK_BYTES

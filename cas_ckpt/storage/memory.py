@@ -27,9 +27,10 @@ from cas_ckpt.storage.store import (
     too_short,
     writable_view,
 )
+from cas_ckpt.uncopied import Uncopied
 
 
-class MemoryStore:
+class MemoryStore(Uncopied):
     """A `Store` whose values live as long as the object does."""
 
     abilities = Abilities(durable=False, local=True)

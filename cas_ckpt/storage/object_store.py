@@ -62,6 +62,7 @@ from cas_ckpt.storage.store import (
     too_short,
     writable_view,
 )
+from cas_ckpt.uncopied import Uncopied
 
 MAX_PREFIX_BYTES = 512
 """Longest prefix: what is left of an object's name has room for every key of a repository."""
@@ -100,7 +101,7 @@ class _Noted:
     version: str
 
 
-class ObjectStore:
+class ObjectStore(Uncopied):
     """A `Store` over the objects of a `Bucket` whose names start with `prefix`."""
 
     def __init__(self, bucket: Bucket, prefix: str, *, url: str) -> None:

@@ -30,6 +30,7 @@ from typing import IO, Any, Protocol, TypeAlias
 from cas_ckpt import clock
 from cas_ckpt.errors import StorageError
 from cas_ckpt.transfer.messages import LOOK_S, Connection, Ended
+from cas_ckpt.uncopied import Uncopied
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -164,7 +165,7 @@ class _Keeper:
         self.ended.set()
 
 
-class ChildProcess:
+class ChildProcess(Uncopied):
     """A child that does one piece of work at a time. For one thread at a time, but for `close` and `pid`.
 
     Attributes:

@@ -34,6 +34,7 @@ from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.transfer.hashing import as_raw, stretches
 from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.uncopied import Uncopied
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -48,7 +49,7 @@ _WIPE_ON_FORK = 18
 """MADV_WIPEONFORK of Linux, which `mmap` has no name for."""
 
 
-class Arena:
+class Arena(Uncopied):
     """One mapping of memory.
 
     Attributes:

@@ -49,6 +49,7 @@ from cas_ckpt.storage.store import (
     writable_view,
     writing,
 )
+from cas_ckpt.uncopied import Uncopied
 
 VERSION = 1
 HEADER_MAGIC, TRAILER_MAGIC = b"CASCKBND", b"CASCKBNE"
@@ -208,7 +209,7 @@ class BundleWriter(MemoryStore):
             self._temporary.unlink(missing_ok=True)
 
 
-class BundleStore:
+class BundleStore(Uncopied):
     """The values of a bundle, to be read.
 
     Attributes:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.errors import CancelledError, InvalidInputError, StillPendingError, shown_value
+from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
@@ -55,7 +56,7 @@ class PendingProgress:
 
 
 @reads_arguments
-class PendingCommit:
+class PendingCommit(Uncopied):
     """A commit that `commit_async` began. Threads may share it.
 
     A failure is logged at once. It is raised by `result`; if nobody has asked for that (or for `exception`) by then, by
