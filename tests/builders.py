@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,11 @@ import numpy as np
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.tree import load_tree, stored_tensors
+from cas_ckpt.objects.layouts import LayoutObject, layout_node
+from cas_ckpt.objects.nodes import CommitObject, ContainerEntry, Entry, Node, tree_nodes
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import Container, Item, TensorCopy, TensorItem, ValueItem
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
@@ -67,6 +70,26 @@ def new_repository(path: Path, **settings: Any) -> RepositoryHandle:
 def commit(handle: RepositoryHandle, items: Mapping[Any, Any], **request: Any) -> CommitInfo:
     """Commit nested dicts of arrays and values."""
     return commit_tree(handle, state(items), CommitRequest(**request))
+
+
+def doubling_nodes(depth: int, leaf: Entry) -> list[Node]:
+    """The nodes of a tree in which every level names the next one twice, the root last."""
+    nodes = tree_nodes("dict", None, [leaf])
+    for _ in range(depth):
+        below = nodes[-1].digest
+        nodes += tree_nodes("dict", None, [ContainerEntry("a", below), ContainerEntry("b", below)])
+    return nodes
+
+
+def publish_nodes(handle: RepositoryHandle, tree: Sequence[Node], layout: Node | None = None) -> str:
+    """Commit a state of invented nodes, the root last, on main; the commit's id."""
+    layout = layout or layout_node(LayoutObject())
+    nodes = list({node.digest: node for node in (*tree, layout)}.values())
+    made = CommitObject(tree[-1].digest, (), "", "", 0, None, {}, None, layout.digest)
+    generation = handle.begin_writing()
+    published = publish_commit(handle, Publication(made, nodes, [], generation), Destination("main"))
+    handle.add_written(published.packs, published.nodes, generation=generation)
+    return published.commit.digest.hex()
 
 
 def weights(seed: int) -> np.ndarray[Any, Any]:

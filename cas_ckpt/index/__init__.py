@@ -24,8 +24,8 @@
                     alone), `first_parents.py` (how both ask for a line of commits), `usage.py` (bytes, and who holds
                     what), `integrity.py` (is it as the packs say, how far damage reaches)
     of states       `trees.py` (containers opened by their rows), `entries.py` (the entries of one state), `places.py`
-                    (many states at once), `key_changes.py` (what commits changed), `tree_diff.py` (where two differ),
-                    `finding.py` (what is where)
+                    (many states at once), `ahead.py` (what such a walk would make), `key_changes.py` (what commits
+                    changed), `tree_diff.py` (where two differ), `finding.py` (what is where)
     garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack), `promises.py` (which
                     of what is absent other repositories keep)
 

@@ -22,6 +22,7 @@ from cas_ckpt.errors import (
     OutOfSpaceError,
     PermissionDeniedError,
     StorageError,
+    TooLargeError,
     TransientStorageError,
 )
 
@@ -167,6 +168,10 @@ _NOT_SQL = re.compile(r"^near .*: syntax error$|^incomplete input$")
 _UNKNOWN_NAMES = ("no such table", "no such column", "42P01", "42703")
 
 
+TOO_LARGE = "too large: "
+"""In the words of a database when a view ends a query (`view_sql`): what is said up to the last ":" is the reason."""
+
+
 def query_refused(error: Exception, place: str) -> CkptError:
     """The error to raise for what was refused of a query that a person wrote: mostly, the query is wrong."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
@@ -182,6 +187,8 @@ def query_refused(error: Exception, place: str) -> CkptError:
     if not is_wrong:
         return refused(error, place)
     words = " ".join((_primary(cause) or str(cause)).split())
+    if TOO_LARGE in words:
+        return TooLargeError(f"sql: {words.split(TOO_LARGE)[1].rpartition(':')[0]}")
     if name == "SQLITE_AUTH" or "prohibited" in words:
         words += ": it may only read"
     if state == "42601" or _NOT_SQL.search(words):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index.ahead import Ahead
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_of
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
@@ -259,10 +260,12 @@ def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatt
     trees = read_trees(connection, starts)
     tops = {start: _Container("", start, trees[start]) for start in starts}
     level: _Level = [(top, keys) for top in tops.values()]
-    total = 0
+    ahead, total = Ahead(connection, keys), 0
     for _ in range(MAX_DEPTH):
         if not level:
             return tops
+        below = ahead.num_below([(container.key, container.number) for container, _ in level])
+        check_entries(total + below, "the tree of a state stands")
         opened = _opened(connection, level)
         total += sum(map(len, opened))
         check_entries(total, "the tree of a state stands")

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, text
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
+from cas_ckpt.index.ahead import Ahead, Place
 from cas_ckpt.index.database import OBJECTS_BY_ID, rows_by_number
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
-from cas_ckpt.index.places import Matcher, Place, open_places
+from cas_ckpt.index.places import Matcher, open_places
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.trees import CHILD, CONTAINER, FORM, MAX_DEPTH, Row, Tree, read_digests, read_trees, root_numbers
 from cas_ckpt.objects.digest import Digest
@@ -246,16 +247,19 @@ class _Search:
 
     def levels(self, places: Collection[Place]) -> Iterator[dict[Place, _Listed]]:
         """What is wanted of these places, then of those in them, and so on."""
-        total = 0
+        ahead, total = Ahead(self._connection, self._wanted.keys, within=self.above), 0
         trees = read_trees(self._connection, {number for _, number in places})
         for _ in range(MAX_DEPTH):
             places = {place for place in places if self._may_be_in(place[1])}
             if not places:
                 return
+            _check_found(total + ahead.num_below(places))
             opened = open_places(self._connection, places, trees, self._matcher, leaves=self._leaves, within=self.above)
-            level = {place: self._listed(place[0], rows) for place, rows in opened}
-            total += sum(len(listed.matches) + len(listed.inside) for listed in level.values())
-            _check_found(total)
+            level: dict[Place, _Listed] = {}
+            for place, rows in opened:
+                level[place] = listed = self._listed(place[0], rows)
+                total += len(listed.matches) + len(listed.inside)
+                _check_found(total)
             trees = read_trees(self._connection, {number for listed in level.values() for _, number in listed.inside})
             self._take_composites(level, trees)
             yield level

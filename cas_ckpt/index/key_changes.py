@@ -20,9 +20,10 @@ from typing import Any
 from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError, TooLargeError
+from cas_ckpt.index.ahead import Ahead, Place
 from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.history import read_commit, read_commits
-from cas_ckpt.index.places import Matcher, Place, open_places
+from cas_ckpt.index.places import Matcher, open_places
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow
 from cas_ckpt.index.trees import (
     CHILD,
@@ -147,10 +148,11 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
     places: set[Place] = {("", number) for number in starts.values()}
     matcher = Matcher(keys)
     levels: list[dict[Place, _Listed]] = []
-    total = 0
+    ahead, total = Ahead(connection, keys), 0
     while places:
         if len(levels) == MAX_DEPTH:
             raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
+        _check_matching(total + ahead.num_below(places), len(starts))
         trees = read_trees(connection, {number for _, number in places})
         # A container that is one entry would have been taken as a whole; nobody looks for others in it.
         level = {place: _Listed() for place in places if trees[place[1]].is_entry}
@@ -158,7 +160,7 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
             total += len(rows)
             if total > MOST_ROWS and len(starts) > 2:
                 raise TooManyRowsError(f"{len(starts)} states have more than {MOST_ROWS} rows: ask for fewer at a time")
-            check_entries(total, "what matches in the tree of a commit stands", times=len(starts))
+            _check_matching(total, len(starts))
             level[place] = _listed(place[0], rows, matcher)
         levels.append(level)
         places = {place for listed in level.values() for _, place in listed.inside}
@@ -170,6 +172,10 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
             content = (tuple(listed.rows), inside)
             numbers[place] = given.setdefault(content, len(given) + 1) if any(content) else _NOTHING
     return {None: _NOTHING} | {root: numbers["", number] for root, number in starts.items()}
+
+
+def _check_matching(count: int, num_states: int) -> None:
+    check_entries(count, "what matches in the tree of a commit stands", times=num_states)
 
 
 def _listed(key: str, rows: Sequence[Row], matcher: Matcher) -> _Listed:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TypeAlias
 
 from sqlalchemy import Connection
 
+from cas_ckpt.index.ahead import Place
 from cas_ckpt.index.trees import Row, Tree, open_containers
 from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names
-
-Place: TypeAlias = tuple[str, int]
-"""A key, and the node of the container under it; "" is the root."""
 
 
 class Matcher:

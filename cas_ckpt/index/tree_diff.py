@@ -91,6 +91,9 @@ class Difference(NamedTuple):
 _Side: TypeAlias = Row | int | None
 """A row, or the node of the root."""
 
+_Rows: TypeAlias = tuple[str, Row | None, Row | None]
+"""A name, and what is under it on both sides."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
@@ -124,21 +127,11 @@ def differences(connection: Connection, *roots: bytes) -> list[Difference]:
     if len(set(roots)) < len(roots):
         return []
     numbers = root_numbers(connection, roots)
-    level = [_Pair((), numbers[roots[0]] if len(roots) > 1 else None, numbers[roots[-1]])]
-    found: list[_Pair] = []
+    top = _Pair((), numbers[roots[0]] if len(roots) > 1 else None, numbers[roots[-1]])
     trees: dict[int, Tree] = {}
-    for _ in range(MAX_DEPTH):
-        if not level:
-            found.sort(key=lambda pair: [name_order(name) for name in pair.path])
-            return _told(connection, found, trees)
-        trees |= read_trees(
-            connection, {node for pair in level for node in pair.nodes if node is not None} - trees.keys()
-        )
-        opened = open_differing(connection, {pair.nodes for pair in level}, trees)
-        rows = {nodes: _differing(*sides) for nodes, sides in opened.items()}
-        # Equal containers are one node: a few of them could stand for more entries than any memory holds.
-        total = len(found) + sum(len(rows[pair.nodes]) for pair in level)
-        check_entries(total, "the differing parts of two trees stand", times=2)
+    rows = _differing_rows(connection, top.nodes, trees)
+    level, found = [top], []
+    while level:
         below: list[_Pair] = []
         for pair in level:
             if _is_told(pair, trees):
@@ -147,10 +140,41 @@ def differences(connection: Connection, *roots: bytes) -> list[Difference]:
                 inner = _Pair((*pair.path, *parse_key(name)), before, after)
                 (found if inner.nodes == (None, None) else below).append(inner)
         level = below
+    found.sort(key=lambda pair: [name_order(name) for name in pair.path])
+    return _told(connection, found, trees)
+
+
+def _differing_rows(connection: Connection, top: Nodes, trees: dict[int, Tree]) -> dict[Nodes, list[_Rows]]:
+    """Pair of containers -> what differs in them, of `top` and all differing pairs below it, each looked at once.
+
+    Equal containers are one node: a few of them could stand for more entries than any memory holds, so they are
+    counted before anything is made of them.
+
+    Args:
+        trees: The containers, added to.
+    """
+    found: dict[Nodes, list[_Rows]] = {}
+    level = {top: 1}
+    total = 0
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return found
+        new = level.keys() - found.keys()
+        trees |= read_trees(connection, {node for pair in new for node in pair if node is not None} - trees.keys())
+        found.update((pair, _differing(*sides)) for pair, sides in open_differing(connection, new, trees).items())
+        below: dict[Nodes, int] = {}
+        for pair, times in level.items():
+            total += times * len(found[pair])
+            for _, before, after in found[pair]:
+                inner = _container(before), _container(after)
+                if inner != (None, None):
+                    below[inner] = below.get(inner, 0) + times
+        check_entries(total, "the differing parts of two trees stand", times=2)
+        level = below
     raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
 
 
-def _differing(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, Row | None, Row | None]]:
+def _differing(before: Sequence[Row], after: Sequence[Row]) -> list[_Rows]:
     """Names whose rows differ, with both of them."""
     old, new = ({row[NAME]: row for row in rows} for rows in (before, after))
     if len(old) != len(before) or len(new) != len(after):

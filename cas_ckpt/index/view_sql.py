@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from cas_ckpt.index.db_errors import TOO_LARGE
+
 TEXT, INTEGER, FLOAT = "text", "integer", "float"
 
 POSTGRES = "postgresql"
@@ -33,11 +35,15 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "SECONDS": ("({0} / 1000000.0)", "({0}::double precision / 1000000)"),
     "EXACT": ("{0}", '({0}) COLLATE "C"'),
     "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '[{{,]\"{0}\":(-?[0-9]+)')::bigint"),
+    "DEEPEST_FIRST": ("ORDER BY {0} DESC", ""),
+    "TOO_LARGE": (f"json_extract('[]', '{TOO_LARGE}' || {{0}}) = 0", f"CAST('{TOO_LARGE}' || {{0}} AS INTEGER) = 0"),
     "FEW": ("likelihood({0}, 0.0001)", "{0}"),
 }
 """What a word is in SQLite, and in PostgreSQL. HEX: of what is never null, as SQLite makes "" of null. EXACT: text that
 is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without statistics
-SQLite takes all tables for equally long. STAT: one of the numbers in the stats of a commit."""
+SQLite takes all tables for equally long. STAT: one of the numbers in the stats of a commit. DEEPEST_FIRST: in which
+order, by a column, a recursive query of SQLite goes on: else a whole level waits in memory. TOO_LARGE: ends the query,
+and says why by a text and the number of a row, on which it must depend."""
 
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
 

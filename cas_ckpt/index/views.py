@@ -234,6 +234,9 @@ _SPEC = "(SELECT s.{0} FROM t_specs s WHERE s.spec_id = e.spec_id)"
 _TYPED = f"CASE WHEN e.form < {_OF_VALUES} AND {_FORM} <> {_VALUE} THEN {_SPEC} END"
 """Of tensors and arrays: what is known of values is their length."""
 _PARTS = "FROM t_entries p CROSS JOIN t_specs s WHERE p.node_id = e.child_id AND s.spec_id = p.spec_id"
+MOST_CONTAINERS = 1 << 20
+"""Of a state, equal ones counted each time: a few nodes can stand for more than any memory or disk holds."""
+_TOO_MANY = f"a state of more than {MOST_CONTAINERS} containers, equal ones counted each time, has no entries here"
 _ENTRIES = View(
     "entries",
     "each entry of each commit, as `ls` lists them; name a commit",
@@ -282,15 +285,22 @@ _ENTRIES = View(
     f"WHERE e.node_id = EACH.node_id AND e.form <> {_PAGE} AND "
     f"(e.form <> {_CONTAINER} OR t.node_id IS NULL OR t.num_entries = 0 OR t.kind NOT IN ({_SEEN}))",
     Each(
-        f"""walk(prefix, node_id) AS (
-        SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}
+        f"""walk(prefix, node_id, depth) AS (
+        SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}, 0
         UNION ALL SELECT EXACT[CASE w.form WHEN {_PAGE} THEN walk.prefix ELSE walk.prefix || w.name || '/' END],
-            w.child_id
+            w.child_id, walk.depth + 1
         FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v
         WHERE w.node_id = walk.node_id AND v.node_id = w.child_id
         AND (w.form = {_PAGE} OR (w.form = {_CONTAINER} AND v.kind IN ({_SEEN})))
+        DEEPEST_FIRST[3]
+    ), few(prefix, node_id) AS (
+        SELECT n.prefix, n.node_id FROM (
+            SELECT s.prefix, s.node_id, row_number() OVER () AS number
+            FROM (SELECT prefix, node_id FROM walk LIMIT {MOST_CONTAINERS + 1}) s
+        ) n WHERE n.number <= {MOST_CONTAINERS}
+        OR TOO_LARGE['{_TOO_MANY}: ' || n.number]
     )""",
-        "walk",
+        "few",
         ("prefix", "node_id"),
     ),
 )

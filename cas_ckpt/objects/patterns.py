@@ -39,9 +39,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(f"{''.join(parts)}(?:[/.].*)?", re.DOTALL)
 
 
-@lru_cache(maxsize=256)
-def _compile_beginning(pattern: str) -> re.Pattern[str]:
-    """What a container's key and "/" match as a whole if, and only if, some key below it could match `pattern`."""
+@lru_cache(maxsize=512)
+def _compile_beginning(pattern: str, *, of_any: bool = True) -> re.Pattern[str]:
+    """What a container's key and "/" match as a whole if, and only if, some key below it could match `pattern`.
+
+    Args:
+        of_any: False: if, and only if, any key below it leads to one that could.
+    """
     parts: list[str] = []
     depth = 0
     for piece in _TOKEN.findall(pattern):
@@ -50,7 +54,7 @@ def _compile_beginning(pattern: str) -> re.Pattern[str]:
             break
         parts.append(_MEANING.get(piece) or re.escape(piece))
         if piece == "/":
-            parts.append("(?:|")  # the key may end here, or go on
+            parts.append("(?:|" if of_any else "(?:")  # the key may end here, or go on
             depth += 1
     else:
         parts.append("[/.].*")
@@ -148,6 +152,10 @@ class KeyPatterns:
     def reaches(self, container: str) -> bool:
         """Whether a pattern could match a key below the key `container`; "" is the root."""
         return not container or any(_compile_beginning(one).fullmatch(container + "/") for one in self.patterns)
+
+    def reaches_all(self, container: str) -> bool:
+        """Whether a pattern could match a key below every container that is below the key `container`."""
+        return any(_compile_beginning(one, of_any=False).fullmatch(f"{container}/") for one in self.patterns)
 
     def covers(self, container: str) -> bool:
         """Whether all keys below the key `container` match, because it does; False of the root, which has no key."""

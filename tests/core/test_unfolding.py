@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from cas_ckpt.core.tree import load_tree
 from cas_ckpt.index.key_changes import number_states
 from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.nodes import ContainerEntry, Entry, ValueEntry, decode_tree, tree_nodes
+from cas_ckpt.objects.nodes import ContainerEntry, Entry, ValueEntry, decode_tree
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.diff.walk import differing
-from tests.builders import new_repository
+from tests.builders import doubling_nodes, new_repository, publish_nodes
 from tests.cli.running import run
 from tests.core.test_hostile_repository import store_nodes
 
@@ -30,11 +31,7 @@ pytestmark = pytest.mark.slow
 
 def doubling(repo: RepositoryHandle, depth: int, leaf: Entry | None = None) -> Digest:
     """The root of a tree in which every level names the next one twice."""
-    nodes = tree_nodes("dict", None, [leaf or ValueEntry("x", encode_value(depth, key=""))])
-    for _ in range(depth):
-        below = nodes[-1].digest
-        nodes += tree_nodes("dict", None, [ContainerEntry("a", below), ContainerEntry("b", below)])
-    return store_nodes(repo, nodes)
+    return store_nodes(repo, doubling_nodes(depth, leaf or ValueEntry("x", encode_value(depth, key=""))))
 
 
 @pytest.mark.parametrize("depth", [22, 40])
@@ -56,6 +53,34 @@ def test_every_walk_of_a_tree_that_doubles_is_refused_within_bounds(tmp_path: Pa
         tracemalloc.stop()
     with pytest.raises(TooLargeError, match="more than 2097152 entries"):
         load_tree(repo, one)
+
+
+def test_every_verb_refuses_a_tree_that_doubles_before_it_makes_anything_of_it(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    for value in "ab":
+        publish_nodes(handle, doubling_nodes(40, ValueEntry("x", encode_value(value, key=""))))
+    handle.close()
+    far = "a/" * 40 + "x"
+    with Repository.open(tmp_path / "repo") as repo:
+        calls: list[Callable[[], object]] = [
+            repo.load, repo.ls, lambda: repo.ls(keys="**/x"), lambda: repo.entry("main", "a"), repo.show, repo.shards,
+            lambda: repo.find("**/x"), lambda: repo.find(min_bytes=1), lambda: repo.find_commits("**/x"),
+            lambda: repo.diff("main~1", "main"), lambda: repo.diff("main", keys="**/y"),
+            lambda: list(repo.log(keys="**/x")), lambda: repo.nearest("main"),
+            lambda: repo.export("main", tmp_path / "out.pt"),
+        ]  # fmt: skip
+        tracemalloc.start()
+        try:
+            for number, call in enumerate(calls):
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+                with pytest.raises(TooLargeError, match="max_entries"):
+                    call()
+                assert tracemalloc.get_traced_memory()[1] - before < 8 << 20, number
+        finally:
+            tracemalloc.stop()
+        assert {entry.key for entry in repo.ls(keys=far)} == {found.key for found in repo.find(far)} == {far}
+        assert len(list(repo.log(keys="a/b/**"))) == 2
 
 
 def test_a_limit_can_be_raised_and_lowered() -> None:

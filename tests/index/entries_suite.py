@@ -19,10 +19,11 @@ from cas_ckpt.index.texts import storable
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.limits import limits
-from cas_ckpt.objects.nodes import ContainerEntry, Node, ValueEntry, tensor_nodes, tree_nodes
+from cas_ckpt.objects.nodes import Node, ValueEntry, tensor_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, Path, StoredTensor, render_key, walk
+from tests.builders import doubling_nodes
 from tests.index.building import digest, empty
 from tests.index.tree_states import (
     HOSTILE,
@@ -225,10 +226,7 @@ class EntriesTests:
 
     @pytest.mark.parametrize("depth", [22, 60])
     def test_a_state_that_doubles_is_refused_before_it_is_made(self, index: Index, depth: int) -> None:
-        nodes = tree_nodes("dict", None, [ValueEntry("x", b"\xc0")])
-        for _ in range(depth):
-            below = nodes[-1].digest
-            nodes += tree_nodes("dict", None, [ContainerEntry("a", below), ContainerEntry("b", below)])
+        nodes = doubling_nodes(depth, ValueEntry("x", b"\xc0"))
         index.add_packs([pack_of("bomb", nodes)])
         root = nodes[-1].digest
         with limits(max_entries=5_000):

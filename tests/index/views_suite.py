@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import Connection
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_pack
 from cas_ckpt.core.records import Lineage
+from cas_ckpt.errors import TooLargeError
 from cas_ckpt.index import contents, integrity, meta, plans, restores, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.query import Answer, QueryLimits, run_query
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.views import VIEWS
+from cas_ckpt.index.views import MOST_CONTAINERS, VIEWS
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
+from cas_ckpt.objects.nodes import ValueEntry
 from cas_ckpt.objects.pack import PACK_PREFIX, PackKind
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh
 from cas_ckpt.objects.state import Container
@@ -27,13 +30,14 @@ from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import list_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag
-from tests.builders import commit, numbers, state, tensor
+from tests.builders import commit, doubling_nodes, numbers, state, tensor
 from tests.committing import new_store, on
 from tests.divided import mesh, over
 from tests.index.building import commit_row, digest, extent, meta_pack
 from tests.index.layouts_suite import layout_pack
 from tests.index.plans_suite import SHAPES, loads, plan
 from tests.index.restores_suite import restore
+from tests.index.tree_states import pack_of
 
 LIMITS = QueryLimits(100_000, 1 << 26, 20.0)
 
@@ -198,6 +202,26 @@ class ViewTests:
             ]
             assert sorted(found) == sorted(listed)
             assert len(found) > 700
+
+    def test_entries_of_a_state_that_doubles_end_the_query_before_they_fill_memory(self, index: Index) -> None:
+        entries = next(view for view in VIEWS if view.name == "entries")
+
+        def make(connection: Connection) -> None:
+            """The view as it is, but for a lower bound: to reach the real one takes seconds."""
+            text = entries.text(connection.dialect.name).replace("VIEW entries", "VIEW some_entries")
+            assert str(MOST_CONTAINERS) in text
+            text = text.replace(str(MOST_CONTAINERS + 1), "1001").replace(str(MOST_CONTAINERS), "1000")
+            connection.exec_driver_sql(text, execution_options={"no_parameters": True})
+
+        index.write(make)
+        for name, depth in (("small", 8), ("large", 40)):
+            nodes = doubling_nodes(depth, ValueEntry("x", b"\xc0"))
+            row = commit_row(name, root=nodes[-1].digest)
+            index.add_packs([pack_of(name, nodes, [row])])
+        query = "SELECT count(*), count(DISTINCT e.key) FROM commits c JOIN some_entries e USING (commit_no)"
+        assert rows(index, f"{query} WHERE c.message = 'small'") == [(256, 256)]
+        with pytest.raises(TooLargeError, match="sql: a state of more than 1000 containers, .*, has no entries here$"):
+            rows(index, f"{query} WHERE c.message = 'large'")
 
     def test_a_key_reads_the_same_in_every_script(self, index: Index) -> None:
         filled(index)

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.layouts import LayoutObject, layout_node
-from cas_ckpt.objects.nodes import CommitObject, Node, TensorEntry, tensor_nodes, tree_nodes
+from cas_ckpt.objects.nodes import Node, TensorEntry, tensor_nodes, tree_nodes
 from cas_ckpt.objects.spec import Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
@@ -39,7 +37,7 @@ from cas_ckpt.ops.diff.answer import Change, Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore
-from tests.builders import ArrayMemory, numbers, tensor
+from tests.builders import ArrayMemory, numbers, publish_nodes, tensor
 
 LEAVES: list[Item] = [
     ValueItem(0),
@@ -222,15 +220,7 @@ def publish(handle: RepositoryHandle, tensors: dict[str, list[int]]) -> str:
         found = tensor_nodes(spec, Grid(shape, (CELL,), CELL * 4), [Digest(b"%032d" % number) for number in ids])
         nodes += found
         made.append(TensorEntry(name, spec, "torch", found[-1].digest, None))
-    tree, layout = tree_nodes("dict", None, made), layout_node(LayoutObject())
-    root = tree[-1].digest
-    nodes = list({node.digest: node for node in (*nodes, *tree, layout)}.values())
-
-    commit = CommitObject(root, (), "", "", 0, None, {}, None, layout.digest)
-    generation = handle.begin_writing()
-    made = publish_commit(handle, Publication(commit, nodes, [], generation), Destination("main"))
-    handle.add_written(made.packs, made.nodes, generation=generation)
-    return made.commit.digest.hex()
+    return publish_nodes(handle, [*nodes, *tree_nodes("dict", None, made)])
 
 
 LENGTHS = st.sampled_from([2, 3, 255, 256, 257, 511, 513, 600])

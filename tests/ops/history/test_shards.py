@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError
@@ -22,7 +21,7 @@ from cas_ckpt.index import layouts
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import Division, compose_layout, decode_layout, holders_of, layout_node
-from cas_ckpt.objects.nodes import CommitObject, ContainerEntry, Node, TensorEntry, decode_commit, make_node, tree_nodes
+from cas_ckpt.objects.nodes import ContainerEntry, Node, TensorEntry, decode_commit, make_node, tree_nodes
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import Container, ValueItem, parse_key
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -31,7 +30,7 @@ from cas_ckpt.ops.history.shards import ShardRow, shards_of
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing.faults import CountingStore
 from cas_ckpt.transfer.peers import Peers
-from tests.builders import commit, numbers
+from tests.builders import commit, numbers, publish_nodes
 from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of
 from tests.objects.divisions import SHAPE, WORLD, placements
@@ -296,11 +295,7 @@ def publish(handle: RepositoryHandle, keys: Sequence[str], layout: Node) -> None
     below = [TensorEntry(parse_key(key)[-1], spec, "torch", chunk, None, single=True) for key in keys]
     layers = tree_nodes("dict", None, below)
     tree = [*layers, *tree_nodes("dict", None, [ContainerEntry("layers", layers[-1].digest)])]
-    made = CommitObject(tree[-1].digest, (), "", "", 0, None, {}, None, layout.digest)
-    nodes = list({node.digest: node for node in (*tree, layout)}.values())
-    generation = handle.begin_writing()
-    publish_commit(handle, Publication(made, nodes, [], generation), Destination("main"))
-    handle.sync()
+    publish_nodes(handle, tree, layout)
 
 
 PLAIN: dict[str, Any] = {"world_size": 4, "mesh": [["dp", 4]], "placements": {}, "aliases": []}
