@@ -6,6 +6,7 @@
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
 #   make soak    tests that take minutes: a simulated year, long searches
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
+#   make newest  the test suite with a newer torch than that of `make test`
 
 PYTHON ?= python3
 # Arguments for a single run: make test ARGS='tests/objects -k pack', make bench ARGS=--quick
@@ -22,13 +23,14 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BENCH := .venv-bench
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast soak check fix bench bench-ranks oldest wheel clean
+.PHONY: help demo test test-fast soak check fix bench bench-ranks oldest newest wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,10p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,11p
 
 demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
@@ -62,11 +64,14 @@ bench-ranks: $(BENCH)/$(STAMP)
 oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(ARGS)
 
+newest: $(NEWEST)/$(STAMP)
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
 wheel: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(OLDEST) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment is made once for its list of pins: the stamp is newer than the lists, or it is made again.
 define install
@@ -81,6 +86,14 @@ $(VENV)/$(STAMP): requirements-dev.txt requirements-build.txt pyproject.toml
 	$(install)
 
 $(OLDEST)/$(STAMP): requirements-oldest.txt requirements-build.txt pyproject.toml
+	$(install)
+
+# The list of the environment of `make test`, but for torch and what comes with it.
+$(NEWEST)/requirements.txt: requirements-newest.txt requirements-dev.txt
+	mkdir -p $(@D)
+	{ cat $<; grep -vE '^(torch|triton)==' requirements-dev.txt; } > $@
+
+$(NEWEST)/$(STAMP): $(NEWEST)/requirements.txt requirements-build.txt pyproject.toml
 	$(install)
 
 $(BENCH)/$(STAMP): benchmarks/requirements.txt requirements-build.txt pyproject.toml

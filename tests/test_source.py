@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt.training.torch_internals import ATTRIBUTES, NAMES, OVERRIDDEN
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cas_ckpt"
 FOLDERS = ("cas_ckpt", "migrations", "tests", "benchmarks", "examples")
@@ -115,6 +117,51 @@ def gives_command_lines(tree: ast.AST) -> list[str]:
     return [text for text in told if re.search(r"cas-ckpt |(?<![\w-])--[a-z]", text)]
 
 
+@cache
+def own_names() -> frozenset[str]:
+    """Names that the package defines: functions, classes, arguments, variables and attributes."""
+    names: set[str] = set()
+    for path in source_files("cas_ckpt"):
+        for node in nodes_of(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+                names.add(node.attr)
+    return frozenset(names)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+TORCHS_OWN = frozenset(name.rpartition(".")[2] for name in {*NAMES, *ATTRIBUTES}) | {*OVERRIDDEN}
+NOT_OF_TORCH = ("sys.", "np.", "os.", "numpy.", "ctypes.")
+
+
+def private_names_of_torch(tree: ast.AST) -> list[str]:
+    """Imports of torch's private modules and names, and private attributes that are not of the package itself.
+
+    Names of another module that are private here too count where they are asked of anything but `self`.
+    """
+    imports = [name for name in imported_modules(tree) if name.split(".")[0] == "torch"]
+    found = [name for name in imports if any(map(is_private, name.split(".")))]
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            name = dotted(node)
+            is_own = node.attr in own_names() and (node.attr not in TORCHS_OWN or name.startswith("self."))
+            if not is_own and not name.startswith(NOT_OF_TORCH):
+                found.append(name)
+        elif isinstance(node, ast.FunctionDef) and node.name in OVERRIDDEN:
+            found.append(node.name)
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            named = node.args[1]
+            if isinstance(named, ast.Constant) and is_private(str(named.value)) and named.value not in own_names():
+                found.append(f"{dotted(node.func)} of {named.value}")
+    return found
+
+
 COMMANDS_ARE_DATA = (
     "cli", "ops/fsck", "ops/commit/request.py",
 )  # fmt: skip
@@ -167,6 +214,8 @@ RULES = (
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
          ("objects/values_encode.py", "objects/values.py", "dcp/folder/export.py",
           "training/torch_arrays.py", "training/torch_file.py")),  # for the name of its error alone
+    Rule("torch's private names have one home", private_names_of_torch, "import torch\ntorch._neg_view(tensor)",
+         ("training/torch_internals.py", "storage", "transfer")),  # the rooms below know no torch
     Rule("torch.load never runs a pickle's code", lambda tree: unsafe_loads(tree), "torch.load(path)"),
 )  # fmt: skip
 
@@ -195,6 +244,20 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_the_rule_objects_to_a_line_that_breaks_it(rule: Rule) -> None:
     assert rule.check(ast.parse(rule.broken))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "from torch.distributed.checkpoint._traverse import traverse_state_dict",
+        "def f(tensor):\n    return tensor._version",
+        "def f(names, module):\n    return names._modules, module._modules",  # of which one is our own
+        "def f(tensor):\n    return hasattr(tensor, '_typed_storage')",
+        "def f(self):\n    return self._deepcopy_dispatch",
+    ],
+)
+def test_a_private_name_of_torch_is_found_however_it_is_asked_for(broken: str) -> None:
+    assert private_names_of_torch(ast.parse(broken))
 
 
 def test_the_words_of_a_rule_are_no_offence_elsewhere() -> None:

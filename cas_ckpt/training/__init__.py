@@ -28,6 +28,7 @@ Files:
     torch_file.py       files of torch.save, in and out
     torch_arrays.py     NumPy arrays in such files
     pickles.py          pickles read as data
+    torch_internals.py  all that is used of torch beside its public interface
     retention_hook.py   `RetentionHook`: housekeeping from within a training loop
 
 Must not know the command line, the class `Repository`, or where bytes are stored.

@@ -51,7 +51,7 @@ from cas_ckpt.transfer.peers import Blame
 from cas_ckpt.transfer.workers import StillRunning, call_within
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed.distributed_c10d import Store
 
 
 class ConnectionsLost(Exception):

@@ -34,12 +34,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
 from cas_ckpt.training.connections import ConnectionsLost, Rendezvous, StopReports
+from cas_ckpt.training.torch_internals import DEFAULT_STORE, private
 from cas_ckpt.transfer import peers as blame
 from cas_ckpt.transfer.peers import Blame
 
@@ -128,7 +129,7 @@ class GroupPeers:
     def _connect(self, name: str) -> None:
         try:
             # A connection of our own: another thread may be waiting in the training's one, for the rank that died.
-            store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined] # the stubs lack it
+            store = PrefixStore(name, private(DEFAULT_STORE)().clone())
         except (RuntimeError, OSError) as error:
             text = f"this rank ({self.rank}) does not reach the store of torch.distributed: {error}"
             raise StorageError(text) from error

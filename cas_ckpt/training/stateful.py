@@ -41,6 +41,7 @@ from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.state import render_key
 from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.training.optimizers import GROUPS, PARAMS, STATE, NamedOptimizer, OptimizerForm
+from cas_ckpt.training.torch_internals import children_of, params_of
 
 
 @runtime_checkable
@@ -159,10 +160,10 @@ def survey(module: torch.nn.Module, raw: str = "", clean: str = "", found: Surve
     if kind.may_be_gathered:
         gathered: Any = module
         gathered.reshard()
-    for name, param in module._parameters.items():
+    for name, param in params_of(module).items():
         if param is not None:
             found.params.setdefault(id(param), clean + name)
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is None:
             continue
         if name == kind.shown:

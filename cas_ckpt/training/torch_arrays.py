@@ -204,7 +204,7 @@ def _with_bits(tensor: torch.Tensor, bits: Any) -> torch.Tensor:
         raise ValueError("a tensor with bits that are not known")
     if "conj" in bits:
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if "neg" in bits else tensor
+    return tensor.neg() if "neg" in bits else tensor
 
 
 def _array(made: Made) -> Array:

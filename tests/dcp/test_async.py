@@ -48,7 +48,12 @@ def test_one_rank_over_gloo_saves_and_loads(repo: Repository) -> None:
     assert same(target, plain_state(4))
 
 
-@pytest.mark.parametrize("own_stager", [False, True])
+_STAGES_ONCE = pytest.mark.skipif(
+    "2.11" <= torch.__version__ < "2.13", reason="a DefaultStager of torch 2.11 and 2.12 is closed by its first save"
+)
+
+
+@pytest.mark.parametrize("own_stager", [False, pytest.param(True, marks=_STAGES_ONCE)])
 def test_each_save_in_the_background_holds_the_values_of_its_call(repo: Repository, own_stager: bool) -> None:
     """A stager that is used again writes into the memory of the save before: that one has to be through."""
     weights = torch.zeros(100_000)

@@ -25,7 +25,6 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -59,6 +58,7 @@ from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.restore.materialize import NewObjects, check_bytes
 from cas_ckpt.training.torch_file import save_torch
+from cas_ckpt.training.torch_internals import DCP_VERSION, STORAGE_INFO, private
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """A larger tensor is saved in chunks of whole rows, each of about so many bytes at most."""
@@ -118,7 +118,7 @@ def export_dcp(
     content = _collect(handle, tree)
     files = _plan(content.tensors, DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
     old, names = _names(place, len(files), force=force)
-    metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=digest.hex()), CURRENT_DCP_VERSION)
+    metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=digest.hex()), private(DCP_VERSION))
     total_bytes = sum(tensor.spec.num_bytes for tensor in content.tensors.values())
     with phase(progress, "writing", total_bytes), OutputFiles(place, [*names, METADATA_NAME], force=force) as output:
         objects = content.objects  # all of them go to the first file
@@ -258,4 +258,4 @@ class _Writer:
     def _save(self, value: Any, index: MetadataIndex) -> None:
         start = self._file.tell()
         save_torch(value, self._file, self._name)
-        self._metadata.storage_data[index] = _StorageInfo(self._name, start, self._file.tell() - start)
+        self._metadata.storage_data[index] = private(STORAGE_INFO)(self._name, start, self._file.tell() - start)

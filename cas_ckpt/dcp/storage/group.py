@@ -27,6 +27,7 @@ from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.training.process_group import GroupPeers
+from cas_ckpt.training.torch_internals import INNER_SAVE, calling
 
 _BUSY = (
     "another save to this branch, or over this process group, is not finished: wait for its future first "
@@ -36,9 +37,6 @@ _OVERTAKEN = (
     "a save to this branch that was begun later has come first, and this one would be committed on top of it: "
     "wait for the future of a save before the next one is begun"
 )
-
-_SAVE_OF_DCP = "_save_state_dict"
-"""The function of torch inside of which a save plans and writes."""
 
 _numbers = itertools.count(1)
 
@@ -133,9 +131,7 @@ class Turn:
 def _is_saving(thread: Alive) -> bool:
     """Whether `thread` is inside of a save of DCP now."""
     frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    while frame is not None and frame.f_code.co_name != _SAVE_OF_DCP:
-        frame = frame.f_back
-    return frame is not None
+    return calling(frame, INNER_SAVE) is not None
 
 
 class Turns:
@@ -298,6 +294,15 @@ def members_of(process_group: Any) -> tuple[int, ...] | None:
     return None if ranks == tuple(range(len(ranks))) else ranks
 
 
+def _is_alive(process_group: Any) -> bool:
+    """Whether this process is of that group, which is not one of a torch.distributed that was shut down since."""
+    try:
+        dist.get_group_rank(process_group, dist.get_rank())
+    except ValueError:
+        return False
+    return True
+
+
 def shared_group(process_group: Any, timeout_s: float) -> SharedGroup:
     """Our group over `process_group` (None: the default one); made by the first call, which is collective.
 
@@ -306,8 +311,7 @@ def shared_group(process_group: Any, timeout_s: float) -> SharedGroup:
     """
     parent = process_group if process_group is not None else dist.group.WORLD
     with _making:
-        alive = set(dist.distributed_c10d._world.pg_map)
-        for key in [key for key in _groups if key[0] not in alive]:  # of a torch.distributed that was shut down since
+        for key in [key for key in _groups if not _is_alive(key[0])]:
             _groups.pop(key).peers.close()
         found = _groups.get((parent, timeout_s))
         if found is None:

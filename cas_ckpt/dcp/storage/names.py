@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import MismatchError
@@ -31,6 +30,7 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, param_names
 from cas_ckpt.training.restore.materialize import NewObjects
+from cas_ckpt.training.torch_internals import TRAVERSE, private
 
 FlatPaths: TypeAlias = Mapping[str, Path]
 """DCP's mapping: flat name -> path of text and list places."""
@@ -203,7 +203,7 @@ def flat_entries(tree: Container) -> list[tuple[Path, Any]]:
     found: list[tuple[Path, Any]] = []
     shadow = {name: _shadow(child) for name, child in tree.children.items()}
     visit = cast(Any, lambda path, entry: found.append((path, entry)))
-    traverse_state_dict(shadow, visit, keep_traversing=_is_tensor)  # type: ignore[arg-type]
+    private(TRAVERSE)(shadow, visit, keep_traversing=_is_tensor)
     return found
 
 

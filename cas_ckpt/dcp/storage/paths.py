@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from cas_ckpt.core.refs import check_name
 from cas_ckpt.dcp.storage.reader import CasStorageReader
 from cas_ckpt.dcp.storage.writer import CasStorageWriter
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.training.torch_internals import STORAGE_UTILS, private
 
 _ODD = re.compile(r"[^A-Za-z0-9._/-]+")
 
@@ -80,7 +80,7 @@ class CheckpointPaths:
         kinds: tuple[Any, ...] = (FileSystemWriter, FileSystemReader)
         stand_ins = {kind: _stand_in(self, kind) for kind in kinds}
         try:
-            for module in (dcp, _storage_utils):
+            for module in (dcp, private(STORAGE_UTILS)):
                 for kind in kinds:
                     setattr(module, kind.__name__, stand_ins[kind])
             yield

@@ -22,6 +22,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -39,7 +40,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -73,6 +73,7 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
+from cas_ckpt.training.torch_internals import CHUNK_LIST, INNER_LOAD, calling, private
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -234,6 +235,7 @@ class CasStorageReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._num_threads = num_threads
         self._catalog: Catalog | None = None
+        self._refused: Exception | None = None
         self._rank = 0
         self._world_size = 1
 
@@ -262,19 +264,29 @@ class CasStorageReader(StorageReader):
         """What the commit holds. (No `kwargs`: there is no metadata of single ranks to fall back to.)
 
         Raises:
-            NotFoundError, CorruptionError.
+            NotFoundError, CorruptionError. Inside of dcp.load, `set_up_storage_reader` raises them.
         """
         try:
             with self._place.opened() as handle:
                 self._catalog = self._read_catalog(handle, self.checkpoint_id)
-        except BaseException:
+        except Exception as error:
             self._given = None  # the next load may be given none, and means `ref` then
-            raise
+            if calling(sys._getframe(1), INNER_LOAD) is None:
+                raise
+            self._refused = error  # DCP would drop it, and fail for want of metadata
+            return Metadata({})
         return self._catalog.metadata(self._place.url)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The load begins: who asks is noted, the id that it was given is used up."""
+        """The load begins: who asks is noted, the id that it was given is used up.
+
+        Raises:
+            NotFoundError, CorruptionError: of `read_metadata`.
+        """
         self._given = None
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error
         self._rank = int(kwargs.get("rank", 0))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -432,7 +444,7 @@ def _check_cover(plan: LoadPlan, target: Mapping[str, Any]) -> None:
     for item in _of(plan, LoadItemType.TENSOR):
         parts.setdefault(item.dest_index, []).append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
     for name in {index.fqn for index in parts} & target.keys():
-        chunks: list[ChunkStorageMetadata] = _create_chunk_list(target[name])
+        chunks: list[ChunkStorageMetadata] = private(CHUNK_LIST)(target[name])
         for chunk in chunks:  # what this rank has of it, each in its own coordinates
             whole = Box((0,) * len(chunk.sizes), tuple(chunk.sizes))
             rest = uncovered(whole, parts.get(MetadataIndex(name, chunk.offsets), ()))

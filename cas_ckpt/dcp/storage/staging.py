@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from cas_ckpt.training.capture.tensors import locals_of
 from cas_ckpt.training.device.copies import pin, unpin
+from cas_ckpt.training.torch_internals import stager_class
 from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool
 
@@ -72,42 +72,31 @@ class _Arenas:
             self._over.append(arena)
 
 
-class _Stager(StateDictStager):
-    """torch's copy of a state's structure, its storages in memory that we name."""
-
-    def __init__(self, rooms: Storages) -> None:
-        super().__init__()
-        self._rooms = rooms
-
-    def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
-        room = self._rooms.get((storage.device, storage.data_ptr()))
-        if room is None or room.nbytes() != storage.nbytes():
-            found: torch.UntypedStorage = super()._stage_untyped_storage(storage, non_blocking)
-            return found
-        return room.copy_(storage, non_blocking=False)
-
-    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
-        if x.layout != torch.strided:  # torch's own asks them for their storage, which they do not have
-            memo[id(x)] = found = x.detach().to("cpu", copy=True)
-            return found
-        return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-any-return, no-untyped-call]
-
-
 _arenas = _Arenas()
 
 
 def stage_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `state` on the host: the same structure, other memory; what shared a storage shares one."""
+    """A copy of `state` on the host: the same structure, other memory; what shared a storage shares one.
+
+    Raises:
+        UnsupportedVersionError: this version of torch has no stager.
+    """
     storages: Storages = {}
     for tensor in _tensors_in(state):
         storage = tensor.untyped_storage()
         if storage.nbytes():
             storages[storage.device, storage.data_ptr()] = storage
-    stager = _Stager(_arenas.rooms(storages))
+    rooms = _arenas.rooms(storages)
+
+    def room_for(storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        room = rooms.get((storage.device, storage.data_ptr()))
+        return room if room is not None and room.nbytes() == storage.nbytes() else None
+
+    copier = stager_class()(room_for)
     try:
-        staged: dict[str, Any] = stager.stage(state)
+        staged: dict[str, Any] = copier.stage(state)
     finally:
-        stager.close()  # type: ignore[no-untyped-call]
+        copier.close()
     return staged
 
 

@@ -64,6 +64,7 @@ from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck, checked_fields
 from cas_ckpt.ops.refs import create_tag
+from cas_ckpt.training.torch_internals import ASYNC_SAVE, SAVE, calling, variables
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -141,7 +142,6 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     commit: CommitInfo | None
     _group: SharedGroup | None
-    _synchronize_after_execute = True  # not to wait: `synchronize_staging` is where DCP has the future of a save
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP was given a `checkpoint_id` (or none): the tag of the next commit of this thread, and of no other."""
-        if not _is_async_save(sys._getframe(1)):  # which asks again in the thread that saves
+        if calling(sys._getframe(1), SAVE, ASYNC_SAVE) != ASYNC_SAVE:  # which asks again in the thread that saves
             self._begun.given = None if checkpoint_id is None else str(checkpoint_id)
 
     @property
@@ -292,6 +292,11 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             self._place.note(save)
         else:  # another version of torch: later saves cannot wait for this one, and are refused while it goes on
             forget_in_background(save)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Always: not to wait, but since DCP has the future of a save then."""
+        return True
 
     def close(self) -> None:
         """Nothing is kept from a save to the next one."""
@@ -390,14 +395,12 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     def _staged_before(self, frame: FrameType | None) -> BackgroundSave | None:
         """The save whose state, as it was staged, DCP has in one of these frames, in the thread that saves it."""
-        for _ in range(_MOST_FRAMES_OF_A_SAVE):
-            if frame is None or not self._to_come:
-                break
-            state = frame.f_locals.get("state_dict")
+        if not self._to_come:
+            return None
+        for state in variables(frame, "state_dict", most_frames=_MOST_FRAMES_OF_A_SAVE):
             for each in list(self._to_come):
                 if each.staged is state is not None:
                     return each
-            frame = frame.f_back
         return None
 
     def _come(self, save: BackgroundSave) -> None:
@@ -519,13 +522,6 @@ def watch_finish_plan(writer: object, report: Callable[[BaseException], None]) -
         vars(planner)["finish_plan"] = _Watched(planner, writer, report)
 
 
-def _is_async_save(frame: FrameType | None) -> bool:
-    """Whether the call that this frame is of, or was made by, is `dcp.async_save` and not the save that it begins."""
-    while frame is not None and frame.f_code.co_name not in ("save", "async_save"):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "async_save"
-
-
 def _log_failure(step: int | None, future: Any) -> None:
     """Say what a save in the background failed of: its future alone knows, and may never be asked."""
     try:
@@ -538,10 +534,4 @@ def _log_failure(step: int | None, future: Any) -> None:
 
 def _local(frame: FrameType | None, name: str) -> Any:
     """The variable of this name in a frame or in one of those that called it."""
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return None
-        if name in frame.f_locals:
-            return frame.f_locals[name]
-        frame = frame.f_back
-    return None
+    return next(variables(frame, name, most_frames=_MOST_FRAMES), None)

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import StateChangedError
+from cas_ckpt.training.torch_internals import version_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -63,7 +64,7 @@ class Watch:
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._counted: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         self._samples = _Samples()
         self._lock = threading.Lock()
         self._is_settled = False
@@ -77,7 +78,7 @@ class Watch:
             self._addresses.append(tensor.data_ptr())
         for tensor in counting:
             self._counted.append(tensor)
-            self._versions.append(tensor._version)
+            self._versions.append(version_of(tensor))
         watched = Watched(key, first, len(self._tensors), first_counted, len(self._counted))
         self._watched.append(watched)
         return watched
@@ -91,7 +92,7 @@ class Watch:
             if self._tensors[row].data_ptr() != self._addresses[row]:
                 raise _changed(at.key, "its memory was freed or resized")
         for row in range(at.first_counted, at.last_counted):
-            if self._counted[row]._version != self._versions[row]:
+            if version_of(self._counted[row]) != self._versions[row]:
                 raise _changed(at.key, "it was changed in place")
 
     def check(self, at: Watched) -> None:

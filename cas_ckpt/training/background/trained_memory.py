@@ -21,6 +21,7 @@ import torch
 from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, locals_of
 from cas_ckpt.training.optimizers import NamedOptimizer
 from cas_ckpt.training.stateful import NamedModule, found_in
+from cas_ckpt.training.torch_internals import buffers_of, params_of
 
 _KINDS = (torch.nn.Module, NamedModule, torch.optim.Optimizer, NamedOptimizer)
 
@@ -45,11 +46,11 @@ class TrainedMemory:
             return
         module = found.module if isinstance(found, NamedModule) else found
         for part in module.modules():
-            for buffer in part._buffers.values():
+            for buffer in buffers_of(part).values():
                 self._add_changed(buffer)
             # Not of the module itself: a module is slow to say that it has no such attribute.
             is_rescaled = vars(part).get("max_norm", getattr(type(part), "max_norm", None)) is not None
-            for param in part._parameters.values():
+            for param in params_of(part).values():
                 if is_rescaled:
                     self._add_changed(param)
                 elif param is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from cas_ckpt.training.capture.tensors import (
     tensor_item,
     torch_dtype,
 )
+from cas_ckpt.training.torch_internals import EMPTY_AFFINE, EMPTY_PER_CHANNEL, private, sparse_parts
 
 _KINDS = {layout: kind for kind, layout in SPARSE_LAYOUTS.items()}
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -52,7 +53,8 @@ def decompose(tensor: torch.Tensor, *, key: str) -> Container:
         return _quantized_parts(tensor, key)
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
-        parts = {"indices": tensor._indices(), "values": tensor._values()}
+        indices, values = sparse_parts(tensor)
+        parts = {"indices": indices, "values": values}
         attrs = {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()}
     else:
         by_row = tensor.layout in _BY_ROW
@@ -135,12 +137,13 @@ def _empty_quantized(attrs: Any, parts: Mapping[Name, torch.Tensor], device: tor
     shape, dtype = attrs["shape"], torch_dtype(attrs["dtype"])
     if attrs["scheme"] == "per_tensor_affine":
         scale, zero_point = float(attrs["scale"]), int(attrs["zero_point"])
-        return torch._empty_affine_quantized(shape, scale=scale, zero_point=zero_point, dtype=dtype, device=device)
+        made = private(EMPTY_AFFINE)(shape, scale=scale, zero_point=zero_point, dtype=dtype, device=device)
+        return cast(torch.Tensor, made)
     axis, scales, zero_points = attrs["axis"], parts["scales"], parts["zero_points"]
     if (scales.dtype, zero_points.dtype) != _CHANNEL_DTYPES[attrs["scheme"]]:
         raise ValueError(f"scales of {scales.dtype} and zero points of {zero_points.dtype}")
     if not 0 <= axis < len(shape) or not scales.shape == zero_points.shape == (shape[axis],):
         raise ValueError(f"{tuple(scales.shape)} scales along axis {axis} of {shape}")
-    return torch._empty_per_channel_affine_quantized(
-        shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=device
-    )
+    make = private(EMPTY_PER_CHANNEL)
+    made = make(shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=device)
+    return cast(torch.Tensor, made)

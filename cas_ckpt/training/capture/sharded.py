@@ -36,6 +36,7 @@ from cas_ckpt.training.capture.tensors import (
     spec_of,
 )
 from cas_ckpt.training.device.cells import DevicePart
+from cas_ckpt.training.torch_internals import local_part, version_of
 
 Check: TypeAlias = Callable[[torch.Tensor, Path], torch.Tensor]
 """Gives a local tensor as a plain one whose memory can be read, or raises naming the key."""
@@ -91,7 +92,8 @@ class Sharded:
     def version(self) -> tuple[int, ...] | None:
         """Counts of in-place changes through the owner and of the local tensors; None where torch does not count."""
         counted = self.locals if self.owner is None else (self.owner, *self.locals)
-        return None if any(each.is_inference() for each in counted) else tuple(each._version for each in counted)
+        versions = tuple(version for each in counted if (version := version_of(each)) is not None)
+        return versions if len(versions) == len(counted) else None
 
     def elements(self) -> ShardElements:
         """What this rank holds, as a source and as a target: boxes are global, and lie inside one piece."""
@@ -186,7 +188,7 @@ def sharded(tensor: torch.Tensor, path: Path, check: Check) -> Sharded:
 
 def _of_dtensor(tensor: Any, path: Path, check: Check) -> Sharded:
     key, mesh = render_key(path), tensor.device_mesh
-    local = check(tensor._local_tensor, path)
+    local = check(local_part(tensor), path)
     _check_strided(local, key)
     spec = spec_of(tensor)
     placement = _mesh_placement(mesh, tuple(tensor.placements), len(spec.shape), key)
@@ -211,26 +213,37 @@ def _check_local(local: torch.Tensor, spec: Spec, pieces: Sequence[Piece], key: 
 
 def _own_rank(mesh: Any, values: Mesh) -> int:
     """The world rank of this process; -1 when there is no world any more and it is not in the mesh."""
-    if torch.distributed.is_initialized():
+    rank = _world_rank()
+    if rank >= 0:
         # The mesh is not asked: torch caches results of operators together with their mesh, which
         # may be that of a former world in which this process had another rank.
-        return torch.distributed.get_rank()
+        return rank
     place, number = mesh.get_coordinate(), 0
     for at, size in zip(place or (), values.shape, strict=place is not None):
         number = number * size + at
     return -1 if place is None else values.ranks[number]
 
 
+def _world_rank() -> int:
+    """-1 when there is no world any more."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else -1
+
+
 _Known: TypeAlias = dict[tuple[Any, ...], MeshPlacement]
-_meshes: weakref.WeakKeyDictionary[Any, tuple[Mesh, _Known]] = weakref.WeakKeyDictionary()
-"""What was made of torch's meshes: one object for all tensors that are divided alike."""
+_meshes: weakref.WeakKeyDictionary[Any, dict[int, tuple[Mesh, _Known]]] = weakref.WeakKeyDictionary()
+"""What was made of torch's meshes, by this process's rank: one object for all tensors that are divided alike.
+
+Since torch 2.10 the groups that a mesh is cut into are one mesh (`mesh["tp"]` of all ranks are equal), and what its
+`mesh` says depends on the rank that asks.
+"""
 
 
 def _mesh_placement(mesh: Any, placements: tuple[Any, ...], num_dims: int, key: str) -> MeshPlacement:
-    entry = _meshes.get(mesh)
+    by_rank, rank = _meshes.setdefault(mesh, {}), _world_rank()
+    entry = by_rank.get(rank)
     if entry is None:
         ranks, names = mesh.mesh, mesh.mesh_dim_names or ("",) * mesh.mesh.ndim
-        entry = _meshes[mesh] = (Mesh(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist())), {})
+        entry = by_rank[rank] = (Mesh(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist())), {})
     values, known = entry
     found = known.get((num_dims, *placements))
     if found is None:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.lib import format as npy_format
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
@@ -26,6 +25,7 @@ from cas_ckpt.objects.state import Container, Flavor, LeafHasher, Path, TensorIt
 from cas_ckpt.training.device.cells import DevicePart
 from cas_ckpt.training.device.copies import on_own_stream, to_device
 from cas_ckpt.training.device.trust import hasher_of
+from cas_ckpt.training.torch_internals import local_part, version_of
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -158,7 +158,7 @@ def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         return supported(arrived.wait(), path)
     if is_lazy(tensor):
         raise refusal(path, f"uninitialized parameter ({name})", "run the model once before committing")
-    if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+    if tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
         raise refusal(path, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
     return tensor.as_subclass(torch.Tensor)
 
@@ -335,7 +335,7 @@ def tensor_item(tensor: torch.Tensor) -> TensorItem:
     """
     identity = None
     if tensor.numel():
-        identity = memory_of(tensor), None if tensor.is_inference() else tensor._version
+        identity = memory_of(tensor), version_of(tensor)
     return TensorItem(_spec(tensor.dtype, tensor.shape), elements_of(tensor), Flavor.TORCH, identity)
 
 
@@ -356,7 +356,7 @@ def simple_item(tensor: torch.Tensor) -> TensorItem | None:
         return None
     # The tuples of the form, not new ones: what is not made needs no search by the garbage collector.
     region = (weakref.ref(storage), address, offset, spec.shape, contiguous, dtype, False, False)
-    identity = region, None if tensor.is_inference() else tensor._version
+    identity = region, version_of(tensor)
     source = HostTensor(tensor) if hasher_of(_HOST) is None else CopiedTensor(tensor)
     return TensorItem(spec, source, Flavor.TORCH, identity)
 
@@ -526,8 +526,7 @@ def locals_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if type(tensor) in PLAIN_TENSORS:
         return (tensor,) if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested else ()
     if is_kind(tensor, "DTensor"):
-        divided: Any = tensor
-        found = (divided._local_tensor,)
+        found = (local_part(tensor),)
     elif is_kind(tensor, "ShardedTensor"):
         legacy: Any = tensor
         found = tuple(shard.tensor for shard in legacy.local_shards())
