@@ -22,6 +22,7 @@ import click
 from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
 from cas_ckpt.cli.signing import given_trust, said_of, trust_option
+from cas_ckpt.core.records import CONTINUED_FROM
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.history.quick_log import quick_log
 from cas_ckpt.progress import human_bytes
@@ -270,6 +271,9 @@ def line_of(commit: CommitInfo, names: Sequence[str], *, width: int | None = Non
     parts = [(commit.short_id, "yellow")]
     if names:
         parts.append((f"({', '.join(map(escaped, names))})", "green"))
+    behind = [edge.target[:SHORT_HEX] for edge in commit.lineage if edge.kind == CONTINUED_FROM]
+    if behind:
+        parts.append((f"(state from {', '.join(behind)})", "red"))
     if commit.step is not None:
         parts.append((f"[{commit.step}]", ""))
     if commit.message:

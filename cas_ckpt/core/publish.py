@@ -20,6 +20,7 @@ whatever step, the previous head stays and nothing needs repair.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -32,7 +33,7 @@ from cas_ckpt.core.hints import encoded
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.packs import pack_name
 from cas_ckpt.core.protocol import read_gc_state, require_current
-from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.records import CONTINUED_FROM, commit_of
 from cas_ckpt.core.ref_store import name_key
 from cas_ckpt.core.refs import (
     PLACEHOLDER_GENERATION,
@@ -51,7 +52,7 @@ from cas_ckpt.core.signed_branches import check_move, require_signed, required_s
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.hints import Hints
-from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node
+from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node, decode_commit
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import exists
@@ -60,8 +61,7 @@ from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
 MAX_ATTEMPTS = 100
 """Times that a commit is put on top of a new head, or under a new gc generation, before the conflict is reported."""
 
-CONTINUED_FROM = "continued-from"
-"""Kind of the lineage that names what a state came from when others committed to its branch meanwhile."""
+_LOGGER = logging.getLogger("cas_ckpt")
 
 _OWN_REPLY_DEPTH = 1000
 
@@ -90,7 +90,7 @@ class Destination:
     Attributes:
         expected: The head that the branch must have (None: none yet), or `ANY_HEAD`.
         origin: The commit that the state came from; None: not known, the commit follows the branch.
-        attached: The state came from this very branch: where others have committed to it since, the
+        attached: The state came from this very branch: where others have committed on top of that since, the
             commit goes on top of theirs, and its lineage names `origin`.
         declared: The caller names `origin` as a further parent, or in the lineage.
         may_begin: The branch may be begun if it has no commit.
@@ -127,7 +127,7 @@ class Destination:
         if origin is not None and head is None:
             first = origin
         elif origin is not None and head is not None and head != origin and not self.declared:
-            if self.attached:
+            if self.attached and origin in graph_with(handle, [head]).ancestors([head]):
                 left_behind = origin
             elif head in graph_with(handle, [origin]).ancestors([origin]):
                 first = origin
@@ -200,6 +200,7 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
             for _ in range(MAX_ATTEMPTS):
                 published = work.attempt()
                 if published is not None:
+                    work.warn(published)
                     return published
         raise ConflictError(
             f"branch {destination.branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again"
@@ -310,6 +311,18 @@ class _Publishing:
         if hints is not None:
             handle.hints.note(made.digest, made.data, at, hints)
         return self._published(made, swapped)
+
+    def warn(self, published: Published) -> None:
+        """Say that the commit is on top of what its state did not come from: its lineage does."""
+        made = decode_commit(published.commit.data)
+        for edge in made.lineage:
+            if edge.kind == CONTINUED_FROM and edge.target == self.destination.origin:
+                _LOGGER.warning(
+                    "commit %s is on top of %s, which somebody else put on branch %r, and its state came from %s: if "
+                    "another machine trains on this branch, give each its own (branch=), or let commits fail then "
+                    '(on_conflict="raise")',
+                    short(published.commit.digest), short(made.parents[0]), self.destination.branch, short(edge.target),
+                )  # fmt: skip
 
     def _published(self, made: Node, ref: Ref | None) -> Published:
         return Published(made, self.packs, self.written, self.generation, ref)

@@ -78,6 +78,13 @@ class CommitStats:
     num_new_chunks: int = 0
 
 
+CONTINUED_FROM = "continued-from"
+"""Kind of the lineage that names what a state came from when others committed to its branch meanwhile."""
+
+PARTLY_FROM = "partly-from"
+"""Kind of the lineage that names a commit of which a part was restored into a state that came from another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """What a state was made from, beyond the parents of its commit.

@@ -10,8 +10,8 @@ import pwd
 import re
 import secrets
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import starmap
 from typing import Any
@@ -229,15 +229,47 @@ class Head:
         branch: The branch that commits go to. None: detached, a commit has to name its branch.
         commit: Hexadecimal id of the commit that the state came from. None: no commit that is known: nothing
             was checked out or committed yet or, without a branch, a checkout was broken off half-way.
+        parts: Ids of other commits of which parts were restored into that state since; the next commit names them.
+        keys: Patterns of what was restored of the last commit of which parts were.
     """
 
     branch: str | None
     commit: str | None = None
+    parts: tuple[str, ...] = ()
+    keys: tuple[str, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        parts = f", parts={self.parts!r}" if self.parts else ""
+        return f"Head(branch={self.branch!r}, commit={self.commit!r}{parts})"
 
     @property
     def detached(self) -> bool:
         """Whether a commit has to name its branch."""
         return self.branch is None
+
+
+def head_with_part(
+    head: Head, commit: str, branch: str | None, keys: Sequence[str], *, is_whole: Callable[[Sequence[str]], bool]
+) -> Head:
+    """Where a state came from of which a part was restored.
+
+    Parts of one commit that are all of it are that commit. Else what the state came from before stays that, if it is
+    known, and the commit is one of `parts`.
+
+    Args:
+        head: Where it came from before.
+        commit: The commit that the part is of. branch: The branch that named it, if one did.
+        keys: Patterns of the part.
+        is_whole: Whether patterns cover all of the commit.
+    """
+    if head.keys and commit in (head.parts or (head.commit,))[-1:]:
+        keys = tuple(dict.fromkeys((*head.keys, *keys)))
+    if is_whole(keys):
+        return Head(branch, commit)
+    if head.commit is None and not head.detached and not head.parts:
+        return Head(branch, commit, keys=tuple(keys))
+    parts = tuple(part for part in head.parts if part != commit)
+    return replace(head, parts=parts if commit == head.commit else (*parts, commit), keys=tuple(keys))
 
 
 UNKNOWN_HEAD = Head(None, None)

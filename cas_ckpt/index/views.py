@@ -120,6 +120,12 @@ _COMMITS = View(
         *one_called("root", "c.root", "id of its state: equal for equal states"),
         *one_called("layout", "c.layout", "id of its layout"),
         text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
+        text(
+            "continued_from",
+            "(SELECT min(HEX[l.target]) FROM t_lineage l WHERE l.object_id = c.object_id "
+            "AND l.kind = 'continued-from')",
+            "id of what its state came from, where others committed to the branch meanwhile; null: its parent",
+        ),
         text("message", "c.message", "its message"),
         text("author", "c.author", "who made it"),
         *moment("time", "c.time_us", "when it was made"),

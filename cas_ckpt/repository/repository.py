@@ -269,7 +269,8 @@ class Repository(
     def head(self) -> Head:
         """Where the live state came from, and where the next `commit` goes; the same on all ranks.
 
-        `checkout` and `commit` move it; loading and reading do not, nor does checking out a part (`keys=`).
+        `checkout` and `commit` move it; loading and reading do not. Checking out a part (`keys=`) is noted in `parts`,
+        unless the parts of a commit are all of it, or nothing else is known of the state.
         """
         return self._handle.head
 

@@ -34,9 +34,10 @@ class StateVerbs(Opened):
     def commit(
         self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
         metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
-        orphan: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
-        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
-        frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
+        orphan: bool = False, came_from: Revision | None = None, author: str | None = None, meta: Any = None,
+        parents: Sequence[Revision] = (), lineage: Sequence[Lineage] = (),
+        provenance: bool | Mapping[str, Any] = False, frozen: Keys = None, frozen_check: str = "checksum",
+        frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
         on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
         memory_bytes: int | None = None, progress: Progress | bool = False,
@@ -52,6 +53,8 @@ class StateVerbs(Opened):
             branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
                 one begins at the commit that the state came from (`head`).
             create, orphan: Begin `branch` though its name is nearly another's; or without a parent.
+            came_from: The commit that the state came from, if no checkout through this object says so (`load`, a file,
+                another object): the same as if it had been checked out.
             meta: A plain value that is kept with the commit.
             parents: Revisions that this state joins, parents after the head of its branch.
             lineage: What the state was made from otherwise, e.g. `Lineage("fine-tune-of", "base")`;
@@ -63,7 +66,8 @@ class StateVerbs(Opened):
             frozen_check: "version" believes torch's version counter instead, behind which fused optimizers,
                 `.data` and numpy write.
             frozen_audit: Share (0..1) of the frozen chunks, chosen at random, that is hashed all the same.
-            on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
+            on_conflict: "retry" goes on top of whatever others committed meanwhile, with a warning and a lineage if
+                the state came from before that; "raise" does not.
             allow_pickle: Pickle values that cannot be expressed otherwise.
             replica_check: Every byte that several ranks hold is compared before one of them writes it;
                 "sample": only `replica_audit`, the share (0..1) that all of them hash too.
@@ -88,7 +92,7 @@ class StateVerbs(Opened):
 
         request = self._request(
             sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-            metrics=metrics, meta=meta, parents=parents, lineage=lineage, provenance=provenance,
+            metrics=metrics, meta=meta, parents=parents, came_from=came_from, lineage=lineage, provenance=provenance,
             on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check, frozen_audit=frozen_audit,
             allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, replica_check=replica_check,
             replica_audit=replica_audit, on_divergence=on_divergence, sign=sign,
@@ -104,9 +108,10 @@ class StateVerbs(Opened):
     def commit_async(
         self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
         metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
-        orphan: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
-        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
-        frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
+        orphan: bool = False, came_from: Revision | None = None, author: str | None = None, meta: Any = None,
+        parents: Sequence[Revision] = (), lineage: Sequence[Lineage] = (),
+        provenance: bool | Mapping[str, Any] = False, frozen: Keys = None, frozen_check: str = "checksum",
+        frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
         on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
         memory_bytes: int | None = None, staging_bytes: int | None = None, snapshot: str = "copy",
@@ -146,7 +151,7 @@ class StateVerbs(Opened):
         options = AsyncOptions(staging_bytes, snapshot, worker, max_in_flight, self._ranks.num_neighbours)
         request = self._request(
             sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-            metrics=metrics, meta=meta, parents=parents, lineage=lineage, provenance=provenance,
+            metrics=metrics, meta=meta, parents=parents, came_from=came_from, lineage=lineage, provenance=provenance,
             on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check, frozen_audit=frozen_audit,
             allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, replica_check=replica_check,
             replica_audit=replica_audit, on_divergence=on_divergence, sign=sign,
@@ -231,7 +236,8 @@ class StateVerbs(Opened):
         Args:
             ref: A branch is checked out as such: commits go to it. Anything else detaches `head`.
             strict: Keys must agree; otherwise what only one side has is left alone and reported.
-            keys: Restore only these; `head` stays where it is.
+            keys: Restore only these. Parts of one commit that are all of it are that commit; of another part `head`
+                takes note, and the next commit's lineage (`partly-from`).
             atomic: False reads everything once instead of twice, and verifies it where it is put: if something is
                 damaged, `overwritten` of the error names the tensors that may have been written into. Of several
                 ranks everything is verified first all the same.

@@ -22,7 +22,7 @@ import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
-from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
+from cas_ckpt.core.refs import UNKNOWN_HEAD, Head, head_with_part
 from cas_ckpt.core.revisions import Revision, revision_text
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
@@ -41,6 +41,7 @@ from cas_ckpt.objects.state import (
     TensorCopy,
     parse_key,
     render_key,
+    walk,
     with_tensors,
 )
 from cas_ckpt.objects.values import decode_value
@@ -138,7 +139,7 @@ def checkout_state(
 ) -> CheckoutReport:
     """Make `into` what the commit holds, in place; collective, the caller is inside of `collective_errors`.
 
-    Every rank gives what it has. `handle.head` follows, on all ranks, unless only a part is restored (`keys`).
+    Every rank gives what it has. `handle.head` follows, on all ranks; of a part (`keys`) as `head_with_part` says.
 
     Raises:
         MismatchError: keys, shapes, dtypes or ties do not agree. CorruptionError: stored bytes
@@ -165,12 +166,18 @@ def checkout_state(
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
     with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
-        plan, unexpected = _restore(
+        before = handle.head
+        plan, unexpected, tree = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
             memory_bytes=memory_bytes, num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic,
         )  # fmt: skip
     if keys is None:
         handle.head = Head(branch, Digest(found).hex())
+    else:
+        handle.head = head_with_part(
+            before, Digest(found).hex(), branch, (keys,) if isinstance(keys, str) else keys,
+            is_whole=lambda patterns: all(map(Selection(patterns).covers, (path for path, _ in walk(tree)))),
+        )  # fmt: skip
     if plan.per_rank_skipped and rank == 0:
         _LOGGER.warning(
             "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
@@ -194,13 +201,13 @@ def _restore(
     peers: Peers,
     progress: Progress,
     atomic: bool,
-) -> tuple[RestorePlan, tuple[str, ...]]:
-    """Bring the commit into `into`, on all ranks; what was done, and the keys that no rank wanted.
+) -> tuple[RestorePlan, tuple[str, ...], Container]:
+    """Bring the commit into `into`, on all ranks; what was done, the keys that no rank wanted, and all of the commit.
 
     Ends together on all ranks: whoever fails is known everywhere.
     """
     root = Digest(row.root)
-    tree = load_tree(handle, root)
+    tree = whole = load_tree(handle, root)
     if keys is not None:
         tree = Selection(keys).prune(tree)
     with naming_forgotten(handle, root):
@@ -226,8 +233,8 @@ def _restore(
         note.add_whole(copies)
 
     def on_verified() -> None:
-        if keys is None:  # a part of a state does not say where the whole came from
-            handle.head = UNKNOWN_HEAD
+        head = handle.head
+        handle.head = UNKNOWN_HEAD if keys is None else replace(head, parts=(*head.parts, row.digest.hex()))
 
     if num_neighbours > 1:  # they share the cores
         num_threads = thread_count(num_threads, most=default_threads() // num_neighbours)
@@ -245,7 +252,7 @@ def _restore(
     note.num_bytes = sum(map(msgpack.unpackb, done))
     if peers.rank == 0 and note.complete:
         note.look_for_left_alone(tree)
-    return plan, unexpected
+    return plan, unexpected, whole
 
 
 @python_gc_paused()

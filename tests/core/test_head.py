@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cas_ckpt import (
     NotFoundError,
     Repository,
 )
+from cas_ckpt.cli.log import line_of
 from cas_ckpt.objects.pack import PACK_PREFIX
 
 
@@ -87,7 +89,7 @@ def test_checking_out_a_part_does_not_move_head(repo: Repository) -> None:
     repo.checkout("main", into={"x": 5, "y": 5})
     before = repo.head
     repo.checkout("ft", into={"x": 5, "y": 5}, keys="x")
-    assert repo.head == before
+    assert repo.head == replace(before, parts=(repo.branches()["ft"],))
 
 
 def test_a_checkout_that_is_refused_leaves_head_as_it_was(repo: Repository) -> None:
@@ -220,6 +222,147 @@ def test_a_branch_that_somebody_deleted_begins_again_where_the_state_came_from(r
     made = repo.commit({"x": 10})
     assert parents(made) == [first.id]
     assert repo.branches()["ft"] == made.id
+
+
+def test_a_commit_whose_state_did_not_come_from_the_head_it_lands_on_says_so(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = history(repo)[-1]
+    repo.checkout("main", into={"x": 0})
+    with again(repo) as other:
+        theirs = other.commit({"x": "theirs"})
+    assert not caplog.records
+    made = repo.commit({"x": 9})
+    assert len(caplog.records) == 1
+    for said in (made.short_id, theirs.short_id, before.short_id, "'main'", 'on_conflict="raise"'):
+        assert said in caplog.text
+    with_mark, without = (line_of(commit, [], width=None) for commit in (made, theirs))
+    assert f"state from {before.short_id}" in with_mark and "state from" not in without
+    rows = repo.sql("SELECT commit_id, continued_from FROM commits WHERE continued_from IS NOT NULL").rows
+    assert rows == ((made.id, before.id),)
+
+
+def test_a_branch_that_was_moved_onto_another_history_is_not_gone_on_with(repo: Repository) -> None:
+    commits = history(repo)
+    repo.checkout("main", into={"x": 0})
+    with again(repo) as other:
+        foreign = other.commit({"x": "foreign"}, branch="other", orphan=True)
+        other.branch("main", start=foreign, force=True)
+    with pytest.raises(ConflictError, match="does not follow"):
+        repo.commit({"x": 9})
+    assert repo.branches()["main"] == foreign.id
+    assert repo.head == Head("main", commits[-1].id)
+    assert parents(repo.commit({"x": 9}, branch="mine")) == [commits[-1].id]
+
+
+def test_a_branch_that_was_moved_to_a_sibling_is_not_gone_on_with_either(repo: Repository) -> None:
+    commits = history(repo)
+    repo.checkout("main", into={"x": 0})
+    with again(repo) as other:
+        other.branch("main", start="main~1", force=True)
+        other.checkout("main", into={"x": 0})
+        other.commit({"x": "instead"})
+    with pytest.raises(ConflictError, match=commits[-1].short_id):
+        repo.commit({"x": 9})
+    made = repo.commit({"x": 9}, parents=[commits[-1]])
+    assert parents(made)[1:] == [commits[-1].id]
+
+
+def test_a_branch_that_was_moved_back_while_it_is_checked_out_follows_the_state_again(repo: Repository) -> None:
+    commits = history(repo)
+    repo.checkout("main", into={"x": 0})
+    with again(repo) as other:
+        other.branch("main", start="main~2", force=True)
+    made = repo.commit({"x": 9})
+    assert (parents(made), made.lineage) == ([commits[-1].id], ())
+
+
+# ---------------------------------------------------------------- where a state says that it came from
+
+
+def test_a_state_may_say_where_it_came_from(repo: Repository) -> None:
+    commits = history(repo)
+    repo.branch("ft", start="main~2")
+    state = repo.load("ft")
+    made = repo.commit(state, came_from="ft")
+    assert (parents(made), repo.head) == ([commits[1].id], Head("ft", made.id))
+    made = repo.commit_async(state, branch="again", came_from=commits[2]).result()
+    assert (parents(made), repo.head) == ([commits[2].id], Head("again", made.id))
+    with pytest.raises(ConflictError, match=commits[0].short_id):
+        repo.commit(state, branch="main", came_from="main~3")
+    assert repo.branches()["main"] == commits[-1].id
+    with pytest.raises(NotFoundError):
+        repo.commit(state, came_from="nothing")
+    with again(repo) as fresh:  # on the default branch, of unknown origin
+        assert parents(fresh.commit(state, came_from=commits[-1])) == [commits[-1].id]
+        with pytest.raises(ConflictError):
+            fresh.commit(state, came_from=commits[1])
+
+
+# ---------------------------------------------------------------- states that are restored in parts
+
+
+def three(repo: Repository) -> list[CommitInfo]:
+    """Three commits of a state of two parts and a number."""
+    return [repo.commit(trained(number), step=number) for number in range(3)]
+
+
+def trained(number: int) -> dict[str, Any]:
+    return {"model": {"w": number, "b": number}, "optim": number, "epoch": number}
+
+
+def test_parts_of_one_commit_that_are_all_of_it_are_that_commit(repo: Repository) -> None:
+    commits = three(repo)
+    for keys in ("model/w", ["optim", "epoch"], "model/*"):
+        assert repo.head.commit == commits[-1].id
+        repo.checkout("step:1", into=trained(9), keys=keys)
+    assert repo.head == Head(None, commits[1].id)
+    assert parents(repo.commit(trained(7), branch="again")) == [commits[1].id]
+    for keys in ("model", "optim", "epoch"):
+        repo.checkout("main", into=trained(9), keys=keys)
+    assert repo.head == Head("main", commits[-1].id)
+    made = repo.commit(trained(8))
+    assert (parents(made), made.lineage) == ([commits[-1].id], ())
+
+
+def test_parts_of_a_commit_that_are_not_all_of_it_are_named_by_the_lineage(repo: Repository) -> None:
+    commits = three(repo)
+    repo.checkout("step:1", into=trained(9), keys="model")
+    repo.checkout("step:0", into=trained(9), keys="epoch")
+    assert (repo.head.branch, repo.head.commit) == ("main", commits[-1].id)
+    assert repo.head.parts == (commits[1].id, commits[0].id)
+    made = repo.commit(trained(7))
+    assert parents(made) == [commits[-1].id]
+    assert made.lineage == (Lineage("partly-from", commits[1].id), Lineage("partly-from", commits[0].id))
+    assert repo.head == Head("main", made.id)
+    repo.checkout("step:1", into=trained(9), keys=["optim", "epoch"])  # trained since: not all of it
+    assert repo.head.parts == (commits[1].id,)
+    worker = repo.commit_async(trained(6), worker="process").result()
+    assert worker.lineage == (Lineage("partly-from", commits[1].id),)
+
+
+def test_the_first_part_says_where_a_state_of_unknown_origin_came_from(repo: Repository) -> None:
+    commits = three(repo)
+    with again(repo) as fresh:
+        fresh.checkout("step:1", into=trained(9), keys="model")
+        assert fresh.head == Head(None, commits[1].id)
+        fresh.checkout("step:1", into=trained(9), keys="optim")
+        assert fresh.head == Head(None, commits[1].id)
+        fresh.checkout("main", into=trained(9), keys="epoch")
+        assert fresh.head.parts == (commits[-1].id,)
+        made = fresh.commit(trained(7), branch="mixed")
+        assert parents(made) == [commits[1].id]
+        assert made.lineage == (Lineage("partly-from", commits[-1].id),)
+    with again(repo) as fresh:
+        fresh.checkout("main", into=trained(9), keys="model")
+        assert fresh.head == Head("main", commits[-1].id)
+
+
+def test_a_part_that_was_broken_off_is_named_by_the_lineage(repo: Repository) -> None:
+    commits = [repo.commit({"x": number, "part": Refuses()}) for number in range(2)]
+    with pytest.raises(Exception, match="not today"):
+        repo.checkout("main~1", into={"x": 5, "part": Refuses()}, keys=["x", "part"])
+    assert repo.commit({"x": 6}).lineage == (Lineage("partly-from", commits[0].id),)
 
 
 # ---------------------------------------------------------------- beginning a history

@@ -146,6 +146,7 @@ def _call(request: CommitRequest, fields: CommitFields) -> Call:
         "meta": fields.meta,
         "on_conflict": request.on_conflict,
         "parents": [*map(bytes, request.other_parents), *fields.parents],
+        "came_from": fields.came_from,
         "lineage": fields.lineage,
         "provenance": fields.provenance,
         "frozen": [frozen] if isinstance(frozen, str) else frozen,

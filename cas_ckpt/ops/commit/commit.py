@@ -45,6 +45,7 @@ from cas_ckpt.ops.commit.request import (
     checked_fields,
     settle_ancestry,
     settle_destination,
+    with_declared_head,
 )
 from cas_ckpt.ops.commit.save import Saved, check_room, measure, save_alone
 from cas_ckpt.progress import SILENT, Progress
@@ -100,6 +101,7 @@ def _commit(
     fields = checked_fields(request)
     ancestry, destination = Ancestry(), None
     if peers.rank == 0:  # who publishes resolves: a branch may move between the looks of two ranks
+        request = with_declared_head(handle, request, fields)
         ancestry = settle_ancestry(handle, request, fields)
         destination = settle_destination(handle, request, ancestry)
     if memory is None and (request.frozen is not None or request.frozen_keys):

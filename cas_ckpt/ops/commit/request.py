@@ -1,7 +1,8 @@
 """What a commit is asked to say and where it goes: the request, its checks, and what it names, resolved.
 
     1. `checked_fields`, on every rank: what can be stored, encoded
-    2. `settle_ancestry`, on the rank that publishes: revisions become ids, provenance is captured
+    2. `settle_ancestry`, on the rank that publishes: revisions become ids, provenance is captured; before it
+       `with_declared_head`, where the caller says what the state came from
     3. `settle_destination`, on the same rank, before anything is hashed: which branch, what the state came from, and
        whether the branch may be begun; the others are told the branch
 
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -32,9 +33,9 @@ import cas_ckpt
 from cas_ckpt.arguments import checked_step
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, branch_target, check_free
-from cas_ckpt.core.records import Lineage
+from cas_ckpt.core.records import PARTLY_FROM, Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_new_name, check_text, default_author, is_whole_id
-from cas_ckpt.core.revisions import Revision, nearly, other_meaning, resolve, revision_text
+from cas_ckpt.core.revisions import Revision, nearly, other_meaning, resolve, resolve_named, revision_text
 from cas_ckpt.core.signed_branches import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
@@ -111,6 +112,7 @@ class CommitRequest:
         allow_pickle: Pickle values that cannot be expressed otherwise.
         other_parents: Commits that this one joins, after the branch's head.
         parents: The same as revisions, behind those.
+        came_from: The revision that the state came from, in place of `head`.
         lineage: What the state was made from, apart from its parents.
         provenance: Keep where and by what the commit is made; a mapping is kept with it.
         command, folder: The command line of the provenance, and where git is asked for it; None: those of this
@@ -146,6 +148,7 @@ class CommitRequest:
     allow_pickle: bool = False
     other_parents: Sequence[Digest] = ()
     parents: Sequence[Revision] = ()
+    came_from: Revision | None = None
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
     command: Sequence[str] | None = None
@@ -188,6 +191,7 @@ class CommitFields:
     lineage: tuple[tuple[str, str, bytes | None], ...] = ()
     provenance: bytes | None = None
     parents: tuple[str, ...] = ()
+    came_from: str | None = None
 
 
 def checked_fields(request: CommitRequest) -> CommitFields:
@@ -226,6 +230,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     parents = tuple(map(revision_text, request.parents))
     for revision in parents:
         check_text("name of a parent", revision)
+    came_from = None if request.came_from is None else revision_text(request.came_from)
     step = None if request.step is None else checked_step(request.step)
     given = request.provenance
     provenance = None
@@ -233,7 +238,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
         if given is not True and not isinstance(given, Mapping):
             raise InvalidInputError(f"provenance is {shown_value(given)}: give True, False or a mapping")
         provenance = encode_value({} if given is True else dict(given), key="provenance")
-    return CommitFields(message, author, step, metrics, meta, lineage, provenance, parents)
+    return CommitFields(message, author, step, metrics, meta, lineage, provenance, parents, came_from)
 
 
 def _lineage(given: Any) -> tuple[str, str, bytes | None]:
@@ -320,6 +325,19 @@ def _git(folder: str | Path | None, *words: str) -> str | None:
     return done.stdout.decode("utf-8", "replace").strip()
 
 
+def with_declared_head(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> CommitRequest:
+    """`request` with the head that the state would have if what it is said to come from had been checked out.
+
+    Raises:
+        NotFoundError: no such commit.
+    """
+    if fields.came_from is None:
+        return request
+    digest, branch = resolve_named(handle, fields.came_from)
+    goes_to = request.branch or branch or (None if request.head is None else request.head.branch)
+    return replace(request, branch=goes_to, head=Head(branch, digest.hex()))
+
+
 def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Ancestry:
     """What `request` says, with ids in place of revisions.
 
@@ -337,6 +355,8 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
     lineage = []
     for kind, revision, note in fields.lineage:
         lineage.append(LineageEdge(kind, lineage_target(handle, revision), note))
+    parts = () if request.head is None else request.head.parts
+    lineage += [LineageEdge(PARTLY_FROM, Digest(bytes.fromhex(part))) for part in parts]
     return Ancestry((*request.other_parents, *parents), tuple(lineage), provenance)
 
 

@@ -186,13 +186,13 @@ def _decoded(data: bytes | None) -> Any:
 
 def pack_head(head: Head) -> list[Any]:
     """`head` as a plain value."""
-    return [head.branch, head.commit]
+    return [head.branch, head.commit, list(head.parts)]
 
 
 def unpack_head(packed: Any) -> Head:
     """What `pack_head` packed."""
-    branch, commit = packed
-    return Head(branch, commit)
+    branch, commit, parts = packed
+    return Head(branch, commit, tuple(parts))
 
 
 def pack_commit(made: CommitInfo) -> dict[str, Any]:
