@@ -29,6 +29,7 @@ _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
         "cas-ckpt branch --undelete ft-math",
         "cas-ckpt branch -m ft-math ft-maths",
         "cas-ckpt branch --force main main~3",
+        "cas-ckpt branch --default ft-math",
     ],
     also=[14, 15],
 )
@@ -37,11 +38,13 @@ _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 @_DRY
 @_UNDELETE
 @flag("-m", "--move", help="Rename: OLD NEW.")
+@click.option("--default", "default", metavar="NAME", help="Let NAME be the default branch.")
 @_FORCE
 @click.pass_obj
 def branch(
-    settings: Settings, words: tuple[str, ...], delete: bool, dry_run: bool, undelete: bool, move: bool, force: bool
-) -> None:
+    settings: Settings, words: tuple[str, ...], delete: bool, dry_run: bool, undelete: bool, move: bool,
+    default: str | None, force: bool,
+) -> None:  # fmt: skip
     """List the branches; make the branch NAME at REVISION (default: HEAD); delete or rename branches.
 
     Deleting takes the name away and says which commit it named; commits stay until they are
@@ -50,9 +53,15 @@ def branch(
     set to REVISION, an older commit too (git's reset); cas-ckpt reflog shows where it was.
     The default branch cannot be deleted or renamed; it is marked with an asterisk.
     """
-    _only_one(delete=delete, undelete=undelete, move=move)
+    _only_one(delete=delete, undelete=undelete, move=move, default=default is not None)
+    if default is not None and words:
+        raise click.UsageError("--default takes one name, and nothing else")
     with settings.open() as repo:
-        if delete or undelete or move:
+        if default is not None:
+            digest = repo.set_default_branch(default)
+            line = f"The default branch is {escaped(default)} ({digest[:SHORT_HEX]}) now"
+            settings.say({"default_branch": default, "id": digest}, line)
+        elif delete or undelete or move:
             verbs = (partial(repo.delete_branch, force=force), repo.undelete_branch, repo.rename_branch)
             _change(settings, "branch", words, verbs, delete, undelete, repo.branches() if dry_run else None)
         elif words:

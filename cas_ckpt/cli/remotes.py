@@ -47,7 +47,7 @@ _TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. 
 )
 @click.argument("url", metavar="URL")
 @click.argument("folder", required=False)
-@click.option("-b", "--branch", metavar="NAME", help="The branch that begins here. Default: its default branch.")
+@click.option("-b", "--branch", metavar="NAME", help="The branch that begins here, as its default branch.")
 @click.option("--only", "branches", multiple=True, metavar="PATTERN", help="Branches that come; may be repeated.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Only the last N commits come with their data.")
 @click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Only chunks of these keys come at once.")

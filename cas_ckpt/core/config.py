@@ -6,11 +6,13 @@ Invariant: a repository of a newer format is refused before anything else is rea
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import secrets
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError, shown_value
-from cas_ckpt.objects.digest import unseal
+from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.store import EmulatesConditions, Store, exists
 
 FORMAT_VERSION = 1
@@ -40,7 +42,7 @@ _SHORT = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Fixed at init.
+    """Fixed at init, but for the default branch.
 
     Attributes:
         store_id: Random name of this repository; the index carries it too.
@@ -115,6 +117,12 @@ def decode_config(record: bytes) -> Config:
     if config.conditional_writes not in (HONOURED, EMULATED):
         raise CorruptionError(f"{CONFIG_KEY}: conditional writes that are {config.conditional_writes!r:.40}")
     return config
+
+
+def encode_config(config: Config) -> bytes:
+    """A record of `config`, with a nonce of its own."""
+    payload = {**asdict(config), "nonce": secrets.token_bytes(NONCE_BYTES)}
+    return seal("config", FORMAT_VERSION, payload, key=CONFIG_KEY)
 
 
 def adapt_store(store: Store, config: Config) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cas_ckpt.core.config import (
@@ -14,21 +14,23 @@ from cas_ckpt.core.config import (
     DEFAULT_ENCODING,
     DEFAULT_PACK_BYTES,
     EMULATED,
-    FORMAT_VERSION,
     REMOTE_ENCODING,
     REMOTE_PACK_BYTES,
     Config,
     adapt_store,
     check_settings,
+    config_record,
+    decode_config,
+    encode_config,
 )
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
-from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_new_name
+from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.refs import NONCE_BYTES, Generation, Head, check_new_name
 from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, PermissionDeniedError, StorageError
 from cas_ckpt.index.index import Index
-from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.disk import in_turn, is_temporary, make_folders
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.probe import is_probe, probe_conditions, probe_listing
@@ -204,7 +206,20 @@ def write_config(store: Store, config: Config) -> None:
     """
     check_settings(config)
     _require_none(store)
-    payload = {**asdict(config), "nonce": secrets.token_bytes(NONCE_BYTES)}
     with suppress(ConflictError):  # an init that died left one, or another init runs: theirs will do
         store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState(Generation(0, secrets.token_bytes(NONCE_BYTES)))))
-    store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload, key=CONFIG_KEY))
+    store.put_if_absent(CONFIG_KEY, encode_config(config))
+
+
+def change_default_branch(handle: RepositoryHandle, name: str) -> None:
+    """Let the branch `name`, which the caller has looked at, be the default branch.
+
+    Raises:
+        ConflictError: somebody changed the config at this moment.
+    """
+    record = config_record(handle.store)
+    config = replace(decode_config(record), default_branch=name)
+    swap_record(handle.store, CONFIG_KEY, record, encode_config(config))
+    if handle.head == Head(handle.config.default_branch):  # it has followed no state yet
+        handle.head = Head(name)
+    handle.config = config

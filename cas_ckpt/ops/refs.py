@@ -26,12 +26,13 @@ from itertools import islice
 from typing import TypeAlias
 
 from cas_ckpt.arguments import did_you_mean
-from cas_ckpt.core.config import require_there
+from cas_ckpt.core.config import read_config, require_there
+from cas_ckpt.core.create import change_default_branch
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph, unpushed_commits
-from cas_ckpt.core.publish import publish_ref, take_away
+from cas_ckpt.core.publish import branch_target, publish_ref, take_away
 from cas_ckpt.core.records import log_rows
-from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_note, default_author, new_move
+from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_new_name, check_note, default_author, new_move
 from cas_ckpt.core.revisions import (
     HEAD_NAMES,
     Revision,
@@ -170,7 +171,7 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
         NotFoundError: no such branch. InvalidInputError: it is the default branch.
         ConflictError: somebody committed to it at this moment; or commits of it are not at a tier yet.
     """
-    if name == handle.config.default_branch:
+    if _is_default(handle, name):
         raise InvalidInputError(
             f"{name!r} is the default branch of this repository and stays: "
             f'to let it name another commit, use repo.branch("{name}", start=REF, force=True)'
@@ -185,6 +186,32 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
     if handle.head.branch == name:
         handle.head = replace(handle.head, branch=None)
     return deleted
+
+
+def set_default_branch(handle: RepositoryHandle, name: str) -> Digest:
+    """Let a branch that is there be the default branch; the commit that it names.
+
+    Raises:
+        NotFoundError: no such branch. InvalidInputError: the repository is not on a local disk: other hosts remember
+            its config, and would go on with the branch that they know.
+    """
+    handle.require_writable()
+    if not handle.store.abilities.local:
+        raise InvalidInputError(
+            f"{handle.store.url} is not on a local disk, and its default branch stays, as hosts remember it: name the "
+            "branch where it is meant, or make a new repository (Repository.init(url, default_branch=NAME)) and push"
+        )
+    target = branch_target(handle, check_new_name(name))
+    if target is None:
+        similar = did_you_mean(name, (ref.name for ref in handle.refs.list(RefKind.BRANCH)))
+        raise NotFoundError(f"there is no branch {name!r}{similar}: the default branch is one that has commits")
+    change_default_branch(handle, name)
+    return target
+
+
+def _is_default(handle: RepositoryHandle, name: str) -> bool:
+    """Whether the branch is the default branch now, which another process may have changed."""
+    return name == read_config(handle.store).default_branch
 
 
 def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
@@ -269,7 +296,7 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
         ConflictError: the new name is taken, or somebody moved the old one at this moment.
     """
     handle.require_writable()
-    if kind is RefKind.BRANCH and old == handle.config.default_branch:
+    if kind is RefKind.BRANCH and _is_default(handle, old):
         raise InvalidInputError(
             f'{old!r} is the default branch of this repository and stays: repo.branch("{new}") makes another beside it'
         )

@@ -34,6 +34,18 @@ class NameVerbs(Opened):
 
         return named(self._handle, RefKind.BRANCH)
 
+    def set_default_branch(self, name: str) -> str:
+        """Let a branch that is there be the default branch; the id that it names. Of a repository on a local disk.
+
+        An object that has neither checked out nor committed anything is on it then.
+
+        Raises:
+            NotFoundError: there is no such branch.
+        """
+        from cas_ckpt.ops.refs import set_default_branch
+
+        return set_default_branch(self._handle, name).hex()
+
     def delete_branch(self, name: str, *, force: bool = False) -> str:
         """Delete the branch; the id that it named. Its commits stay until they are collected.
 

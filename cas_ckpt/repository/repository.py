@@ -189,7 +189,8 @@ class Repository(
         One that was broken off is gone on with. In a distributed job call it on one rank.
 
         Args:
-            branch: The branch that begins here; the default branch there, if not given.
+            branch: The branch that begins here, the default branch here; if not given the default branch there or, if
+                that has no commits, the only one.
             branches: Patterns of its branches that come ("ft/*"); all, if none is given.
             depth: Only so many commits on every way back from a head come with their data; of those before them the
                 record alone, as of forgotten ones.
@@ -201,6 +202,7 @@ class Repository(
             cache: See `open`; of both.
         Raises:
             ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
+            NotFoundError: there is no such branch. InvalidInputError: several may be meant.
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, clone
 

@@ -161,6 +161,10 @@ def test_branches_are_made_listed_and_deleted(own: Path) -> None:
     assert ok("-C", own, "branch") == f"  ft    {first.short_id}\n* main  {second.short_id}\n"
     assert json.loads(ok("-C", own, "branch", "--json")) == {"ft": first.id, "main": second.id}
     assert ok("-C", own, "branch", "-f", "ft") == f"branch ft is {second.short_id}\n"
+    for name, shown in (("ft", "* ft"), ("main", "* main")):
+        ok("-C", own, "branch", "--default", name)
+        assert shown in ok("-C", own, "branch") and f"On branch {name}\n" in ok("-C", own, "status")
+    assert call("-C", own, "branch", "--default", "ft", "main").code == 2
     assert ok("-C", own, "branch", "-d", "ft") == f"Deleted branch ft (was {second.short_id})\n"
     assert ok("-C", own, "branch") == f"* main  {second.short_id}\n"
 

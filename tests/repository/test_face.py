@@ -312,7 +312,7 @@ def test_public_methods_are_these() -> None:
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
         "restores", "set_policy", "set_signers", "shards", "show", "signed_bytes", "signers",
         "sql", "stats", "status", "tag", "tag_messages", "tags",
-            "undelete_branch",
+            "set_default_branch", "undelete_branch",
         "add_remote", "clone", "fetch", "pull", "push", "push_failures", "remote_branches", "remotes", "remove_remote",
         "rename_remote",
         "set_remote", "create_bundle", "unbundle", "verify_bundle", "push_pending", "unpushed", "wait_pushed",

@@ -16,21 +16,26 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.config import Config
-from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.create import change_default_branch, init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import graph_with, read_graph
+from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, other_meaning, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import short
 from cas_ckpt.ops.sync.remotes import ORIGIN, add_remote, check_promisor, is_wanted, opened, remote_named
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
+
+MOST_NAMED = 10
+"""Branches that an error lists."""
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -206,23 +211,49 @@ def clone(
     A clone that was broken off is gone on with.
 
     Args:
-        branch: The branch that begins here; None: the default branch there.
+        branch: The branch that begins here, the default branch here; None: the default branch there, or if that has
+            no commits the only one there.
         cache: As for `RepositoryHandle.open`, of both.
     Raises:
         ConflictError: something else is at `target`. NotFoundError: there is no such branch, or none that is wanted.
+        InvalidInputError: the default branch there has no commits, and there are several others.
     """
     place = stored_url(url)
     if request.filter:
         with closing(open_store(target)) as store:
             check_promisor(store, True)
     with opened(place, read_only=True, cache=cache) as other:
+        begins = _branch_that_begins(other, request, branch)  # before anything is made
         origin = Remote(ORIGIN, place, promisor=bool(request.filter), filter=tuple(request.filter))
-        made = _begun(target, origin, other.config, cache)
+        made = _begun(target, origin, replace(other.config, default_branch=begins), cache)
         try:
-            return made, _fill(made, other, request, branch or other.config.default_branch)
+            return made, _fill(made, other, request, begins)
         except BaseException:
             made.close()
             raise
+
+
+def _branch_that_begins(other: RepositoryHandle, request: FetchRequest, given: str | None) -> str:
+    """The branch that a clone begins with: `given`, else the default branch there, else the one that there is.
+
+    Raises:
+        NotFoundError: there is no such branch, or none that is wanted. InvalidInputError: several may be meant.
+    """
+    there = [ref.name for ref in other.refs.list(RefKind.BRANCH)]
+    if given is not None and given not in there:
+        raise NotFoundError(f"there is no branch {given!r} at {other.store.url}{did_you_mean(given, there)}")
+    wanted = [name for name in there if is_wanted(name, request.branches)]
+    if request.branches and not wanted:
+        raise NotFoundError(f"no branch at {other.store.url} matches {', '.join(map(repr, request.branches))}")
+    default = other.config.default_branch
+    if given is not None or default in there or not wanted:
+        return given or default
+    if len(wanted) > 1:
+        raise InvalidInputError(
+            f"the default branch {default!r} of {other.store.url} has no commits: say which branch begins here "
+            f"(branch=, -b), of {', '.join(map(repr, wanted[:MOST_NAMED]))}"
+        )
+    return wanted[0]
 
 
 def _begun(
@@ -240,6 +271,8 @@ def _begun(
             pass  # something else is there: what init said is raised
         else:
             if _is_half_a_clone(made, origin):
+                if made.config.default_branch != config.default_branch:
+                    change_default_branch(made, config.default_branch)
                 return made
             made.close()
         raise
@@ -260,16 +293,8 @@ def _is_half_a_clone(made: RepositoryHandle, origin: Remote) -> bool:
 def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest, branch: str) -> SyncReport:
     wanted = (*request.branches, branch) if request.branches else ()  # what begins here comes like the others
     report = _fetch(made, other, ORIGIN, replace(request, branches=()), wanted)
-    came = [ref.name.removeprefix(f"{ORIGIN}/") for ref in made.refs.list(RefKind.REMOTE)]
-    if request.branches and not any(is_wanted(name, request.branches) for name in came):
-        raise NotFoundError(f"no branch at {other.store.url} matches {', '.join(map(repr, request.branches))}")
-    try:
-        start: Digest | None = other.refs.get(RefKind.BRANCH, branch).target
-    except NotFoundError:
-        start = None
+    start = branch_target(other, branch)
     if start is None:
-        if branch != other.config.default_branch:
-            raise NotFoundError(f"there is no branch {branch!r} at {other.store.url}")
         return replace(report, url=other.store.url)  # there is no commit yet
     update = RefUpdate(RefKind.BRANCH, branch, start)
     moved = send(other, made, [update], replace(request.options, action="clone"), near=made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Head, RefKind, check_name
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import AmbiguousIdError, ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.ops.commit.commit import commit_live
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.history.log import latest_of
+from cas_ckpt.ops.history.quick_log import quick_log
 from cas_ckpt.ops.refs import (
     create_branch,
     create_pin,
@@ -23,10 +29,12 @@ from cas_ckpt.ops.refs import (
     named,
     reflog,
     rename_ref,
+    set_default_branch,
 )
 from cas_ckpt.ops.sync.push import PushRequest, push
 from cas_ckpt.ops.sync.remotes import add_remote
-from tests.builders import commit, new_repository, numbers
+from tests.builders import commit, new_repository, numbers, state
+from tests.remote_store import RemoteStore
 
 
 @pytest.fixture
@@ -211,6 +219,45 @@ def test_a_ref_file_of_an_impossible_name_does_not_end_every_listing(
     record = (tmp_path / "repo/refs/heads/main.ref").read_bytes()
     (tmp_path / f"repo/refs/heads/{name}.ref").write_bytes(record)
     assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]
+
+
+# ---------------------------------------------------------------- the default branch
+
+
+def test_another_branch_becomes_the_default_branch(repo: RepositoryHandle, tmp_path: Path) -> None:
+    create_branch(repo, "ft", start="main~1")
+    beside = RepositoryHandle.open(repo.store.url)
+    set_default_branch(repo, "ft")
+    assert (repo.config.default_branch, repo.head) == ("ft", Head("ft"))
+    with closing(RepositoryHandle.open(repo.store.url)) as other:
+        assert resolve(other, "HEAD") == resolve(repo, "main~1")
+        assert replace(other.config, default_branch="main") == beside.config
+    quick = quick_log(str(tmp_path / "repo"))
+    assert quick is not None and quick.commits[0].id == resolve(repo, "ft").hex()
+    for handle in (repo, beside):  # one that was open before looks again
+        with pytest.raises(InvalidInputError, match="'ft' is the default branch"):
+            delete_branch(handle, "ft")
+        with pytest.raises(InvalidInputError, match="'ft' is the default branch"):
+            rename_ref(handle, RefKind.BRANCH, "ft", "tuned")
+    delete_branch(beside, "main")
+    for name, error in (("main", NotFoundError), ("nothing", NotFoundError), ("refs/heads/ft", InvalidInputError)):
+        with pytest.raises(error):
+            set_default_branch(repo, name)
+    assert check_url(repo.store.url).ok
+
+
+def test_a_state_that_was_checked_out_stays_on_its_branch_when_the_default_changes(repo: RepositoryHandle) -> None:
+    create_branch(repo, "ft")
+    made = commit_live(repo, state({"x": 4}), CommitRequest())
+    set_default_branch(repo, "ft")
+    assert repo.head == Head("main", made.id)
+
+
+def test_the_default_branch_of_what_hosts_remember_stays(repo: RepositoryHandle) -> None:
+    create_branch(repo, "ft")
+    far = RepositoryHandle.on_store(RemoteStore(repo.store), cache=None)
+    with pytest.raises(InvalidInputError, match="local disk"):
+        set_default_branch(far, "ft")
 
 
 # ---------------------------------------------------------------- names that mean two things

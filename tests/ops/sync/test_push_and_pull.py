@@ -482,3 +482,44 @@ def test_a_tag_that_reads_as_an_id_there_or_as_a_branch_of_its_remotes_is_not_pu
         assert pair.there.tags().get(name) is None
         pair.here.push(refs=[f"+{name}"])
         assert pair.there.tags()[name] == pair.here.resolve("main")
+
+
+@pytest.mark.parametrize("given", ["lora", None])
+def test_the_branch_that_a_clone_begins_with_is_its_default_branch(
+    pair: Pair, tmp_path: Path, given: str | None
+) -> None:
+    made = commit(pair.theirs, items(0), branch="lora")  # main has no commit
+    if given is not None:
+        commit(pair.theirs, items(1), orphan=True, create=True, branch="main")
+    with Repository.clone(pair.there.url, tmp_path / "clone", branch=given) as clone:
+        assert (clone.default_branch, clone.head.branch, list(clone.branches())) == ("lora", "lora", ["lora"])
+        assert clone.log()[0].id == made.id
+    for branch in ("lora", None):
+        with pytest.raises(ConflictError):
+            Repository.clone(pair.there.url, tmp_path / "clone", branch=branch)
+    with Repository.open(tmp_path / "clone") as again:
+        assert again.commit({"x": 1}).parents == (made.id,)
+
+
+def test_a_clone_that_cannot_begin_makes_nothing(pair: Pair, tmp_path: Path) -> None:
+    for branch in ("lora", "ft"):
+        commit(pair.theirs, items(0), branch=branch, orphan=True)
+    wrong = [({"branch": "nope"}, "nope"), ({"branches": "no/*"}, "no/"), ({}, "-b.*'ft', 'lora'")]
+    for given, said in wrong:
+        with pytest.raises((NotFoundError, InvalidInputError), match=said):
+            Repository.clone(pair.there.url, tmp_path / "clone", **given)
+        assert not (tmp_path / "clone").exists()
+    other = Repository.init(tmp_path / "other")
+    commit(other._handle, items(1))
+    with Repository.clone(other.url, tmp_path / "clone") as clone:
+        assert list(clone.branches()) == ["main"]
+
+
+def test_a_clone_that_was_broken_off_goes_on_with_another_branch(pair: Pair, tmp_path: Path) -> None:
+    for branch in ("main", "ft"):
+        commit(pair.theirs, items(0), branch=branch, orphan=True)
+    half = Repository.init(tmp_path / "clone")
+    half.add_remote("origin", pair.there.url)
+    half.close()
+    with Repository.clone(pair.there.url, tmp_path / "clone", branch="ft") as clone:
+        assert (clone.default_branch, clone.head.branch, list(clone.branches())) == ("ft", "ft", ["ft"])
