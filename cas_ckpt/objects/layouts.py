@@ -1,4 +1,6 @@
-"""The layout of a commit: how many ranks held the state, and which of them held what part of each tensor.
+"""The layout of a commit: which ranks held what of the state, and what else of it is not in its root.
+
+That is: how tensors lay in memory, and which versions modules were of.
 
     Division       how one tensor is held: placements, and the ranks that have all of it
     compose_layout divisions by key -> LayoutObject, in which each mesh and each division is written once
@@ -21,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError
@@ -106,6 +109,8 @@ class LayoutObject:
         ranks: Those of `mesh`, if they are not all ranks in order.
         meshes: The other meshes, by number from 1 on.
         divisions: What else there is than splits over `mesh`, by number from 0 on.
+        orders: Key of a tensor -> its dimensions as they lay in memory, the outermost first; without those in order.
+        versions: Key of a module's state -> name of a module in it -> its version, of those that are not 1.
     """
 
     world_size: int = 1
@@ -115,14 +120,18 @@ class LayoutObject:
     ranks: tuple[Run, ...] = ()
     meshes: tuple[LayoutMesh, ...] = ()
     divisions: tuple[tuple[Part, ...], ...] = ()
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 # --- from divisions ----------------------------------------------------------------------------
 
 
 def compose_layout(
-    divisions: Mapping[str, Division], *, world_size: int, aliases: tuple[tuple[str, ...], ...] = ()
-) -> LayoutObject:
+    divisions: Mapping[str, Division], *, world_size: int, aliases: tuple[tuple[str, ...], ...] = (),
+    orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    versions: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+) -> LayoutObject:  # fmt: skip
     """The layout of a state.
 
     Args:
@@ -150,6 +159,8 @@ def compose_layout(
         () if in_order or common is None else runs_of(common.ranks),
         tuple(map(_layout_mesh, meshes)),
         tuple(ordered),
+        orders,
+        versions,
     )
 
 
@@ -226,6 +237,19 @@ def layout_node(layout: LayoutObject) -> Node:
         payload["meshes"] = list(map(_mesh_row, layout.meshes))
     if layout.divisions:
         payload["divisions"] = list(map(_division_row, layout.divisions))
+    by_order: dict[tuple[int, ...], list[str]] = {}
+    for key, order in layout.orders.items():
+        if is_nameable(key):
+            by_order.setdefault(order, []).append(key)
+    if by_order:
+        payload["orders"] = [[list(order), sorted(keys)] for order, keys in sorted(by_order.items())]
+    versions = {
+        key: {name: number for name, number in found.items() if is_nameable(name)}
+        for key, found in layout.versions.items()
+        if is_nameable(key)
+    }
+    if versions:
+        payload["versions"] = versions
     return make_node(ObjectKind.LAYOUT, payload)
 
 
@@ -256,7 +280,7 @@ def _division_row(parts: Iterable[Part]) -> list[Any]:
 
 
 _TYPES = {"world_size": (int,), "mesh": (list,), "placements": (dict,), "aliases": (list,)}
-_OPTIONAL_TYPES = {"ranks": (list,), "meshes": (list,), "divisions": (list,)}
+_OPTIONAL_TYPES = {"ranks": (list,), "meshes": (list,), "divisions": (list,), "orders": (list,), "versions": (dict,)}
 _NUMBER = re.compile(r"@(0|[1-9][0-9]{0,8})")
 
 
@@ -293,8 +317,37 @@ def decode_layout(data: bytes) -> LayoutObject:
         if divisions and number is not None and number >= len(divisions):
             raise CorruptionError(f"a layout node of {len(divisions)} divisions names number {number}")
     return LayoutObject(
-        world_size, mesh, payload["placements"], tuple(map(tuple, groups)), ranks, tuple(meshes), tuple(divisions)
-    )
+        world_size, mesh, payload["placements"], tuple(map(tuple, groups)), ranks, tuple(meshes), tuple(divisions),
+        _orders(payload.get("orders", ())), _versions(payload.get("versions", {})),
+    )  # fmt: skip
+
+
+def _orders(rows: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    before: list[int] = []
+    for row in rows:
+        match row:
+            case [list() as order, [*keys]] if {*map(type, order)} <= {int} and {*map(type, keys)} == {str}:
+                if len(order) > MAX_DIMENSIONS or sorted(order) != [*range(len(order))] or order <= before:
+                    raise CorruptionError(
+                        "a layout node has an order that is there twice, or does not name each dimension once"
+                    )
+                if sorted({*keys}) != keys or found.keys() & keys:
+                    raise CorruptionError("a layout node has an order of keys that do not ascend, or have another")
+                found.update(dict.fromkeys(keys, tuple(order)))
+                before = order
+            case _:
+                raise CorruptionError("a layout node has an order that is not dimensions and keys")
+    return found
+
+
+def _versions(payload: Mapping[Any, Any]) -> dict[str, dict[str, int]]:
+    for key, found in payload.items():
+        if type(key) is not str or type(found) is not dict or not {*map(type, found)} <= {str}:
+            raise CorruptionError("a layout node has versions that are not of modules by key")
+        if any(type(number) is not int or not 0 <= number < 1 << 63 for number in found.values()):
+            raise CorruptionError("a layout node has a version of a module that is not a number")
+    return dict(payload)
 
 
 def _division_number(texts: Sequence[str]) -> int | None:

@@ -8,8 +8,8 @@ path components that format.md describes; order of keys carries no meaning.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -169,6 +169,7 @@ class TensorItem:
         flavor: What `load` makes of it.
         identity: Equal for tensors that are the same memory (tied), None when not known.
             Also names the memory for `frozen=`: (address, strides, version counter ...).
+        order: Its dimensions as they lie in memory, the outermost first; None: in their order. No part of the root.
         placement: How the tensor is divided over the ranks, or None: whole on every rank that
             has the key. `spec` and the boxes of `source` are global all the same; `source`
             gives boxes that lie inside one piece of this rank's shard (layout/holdings.py).
@@ -179,6 +180,7 @@ class TensorItem:
     flavor: Flavor = Flavor.TORCH
     identity: tuple[Any, ...] | None = None
     placement: Placement | None = None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +243,14 @@ class Container:
             "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "quantized".
         attrs: Plain value that the kind needs (e.g. the shape of a sparse tensor), or None.
         children: By name; lists and tuples use 0..n-1.
+        versions: Of the state of a module to be committed: the versions of the modules in it that are not 1, by their
+            names; None: this is no such state. No part of the root.
     """
 
     kind: str
     children: dict[Name, Item]
     attrs: Any = field(default=None)
+    versions: Mapping[str, int] | None = field(default=None, compare=False)
 
 
 RANKS = "ranks"
@@ -349,4 +354,4 @@ def with_tensors(container: Container, change: Callable[[TensorItem, Path], Tens
         elif isinstance(child, TensorItem):
             child = change(child, (*path, name))
         children[name] = child
-    return Container(container.kind, children, container.attrs)
+    return replace(container, children=children)

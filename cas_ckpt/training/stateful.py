@@ -29,6 +29,7 @@ what a wrapper adds, never by what a user's module happens to call "module". Mus
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,6 +124,10 @@ class Survey:
                 return short + key[end + 1 :]
         return key
 
+    def clean_module(self, name: str) -> str:
+        """The name of a module without the names of wrappers."""
+        return self.clean(f"{name}.x").removesuffix("x").removesuffix(".") if name else ""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -188,7 +193,7 @@ class NamedModule:
     module: torch.nn.Module
 
     def state_dict(self, found: Survey | None = None) -> Any:
-        """The module's own state dict; a plain dict where keys had to be shortened.
+        """The module's own state dict; a copy where keys had to be shortened.
 
         Args:
             found: What a survey has found just now.
@@ -197,21 +202,69 @@ class NamedModule:
         found = found or survey(self.module)
         if not found.prefixes or not isinstance(state, dict):
             return state
-        return {found.clean(key): value for key, value in state.items()}
+        named: Any = OrderedDict((found.clean(key), value) for key, value in state.items())
+        if hasattr(state, "_metadata"):
+            # Of a wrapper and the module in it, which have one name, the module comes later.
+            named._metadata = {found.clean_module(name): about for name, about in state._metadata.items()}
+        return named
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Load what `state_dict` gave, here or under other wrappers."""
         found = survey(self.module)
         if not found.prefixes:
             self.module.load_state_dict(state_dict)
             return
-        # In the module's own dict, which has its wrappers' names and torch's versions.
-        state = self.module.state_dict()
+        # In the module's own dict, which has its wrappers' names.
+        state: Any = self.module.state_dict()
         own = {found.clean(key): key for key in state}
         for name in own.keys() - state_dict.keys():
             del state[own[name]]
         state.update({own.get(name, name): value for name, value in state_dict.items()})
+        if is_module_state(state) and is_module_state(state_dict):
+            told = state_dict._metadata
+            for name in state._metadata:
+                state._metadata[name] = told.get(found.clean_module(name), state._metadata[name])
         self.module.load_state_dict(state)
+
+
+# ------------------------------------------------------------ versions of modules
+# torch gives each module the version that its state is of, so that the module can bring the state of an old version up
+# to date: `_metadata` of a state dict, {name of a module: {"version": number}}. A module without one is of version 1.
+
+
+def is_module_state(value: Any) -> bool:
+    """Whether `value` is what a module's `state_dict()` gave: it is stored as a dict, not as an OrderedDict."""
+    return type(value) is OrderedDict and hasattr(value, "_metadata")
+
+
+def module_versions(state: Any) -> dict[str, int] | None:
+    """The versions in a module's state that are not 1, by the names of the modules; None of another state."""
+    if not is_module_state(state) or not isinstance(state._metadata, Mapping):
+        return None
+    found = {
+        name: about.get("version")
+        for name, about in state._metadata.items()
+        if isinstance(name, str) and isinstance(about, Mapping)
+    }
+    return {name: number for name, number in found.items() if type(number) is int and 0 <= number != 1}
+
+
+def tell_versions(state: Any, stored: Mapping[str, int], keys: Iterable[Any]) -> None:
+    """Say in a module's `state` which versions the modules were of that `keys` are from; the others stay as they are.
+
+    Args:
+        stored: Those that are not 1.
+    """
+    known: dict[str, int] = {}
+    for key in keys:
+        name = str(key)
+        while (end := name.rfind(".")) >= 0 and (name := name[:end]) not in known:
+            known[name] = 1
+    known = {"": 1, **known, **stored}
+    told = OrderedDict(getattr(state, "_metadata", ()))
+    for name, number in known.items():
+        told[name] = {**told.get(name, {}), "version": number}
+    state._metadata = told
 
 
 # ------------------------------------------------------------ FSDP1

@@ -29,7 +29,7 @@ from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_g
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.layouts import decode_layout
+from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (
@@ -213,7 +213,7 @@ def _restore(
     with naming_forgotten(handle, root):
         tree = with_values(handle, tree, allow_pickle=allow_pickle)
     plan = plan_restore(
-        into, tree, strict=strict, keys=keys, aliases=partial(_aliases, handle, row), rank=peers.rank,
+        into, tree, strict=strict, keys=keys, layout=partial(_layout, handle, row), rank=peers.rank,
         world_size=peers.size,
     )  # fmt: skip
     unexpected, copies = plan.unexpected, plan.copies
@@ -298,7 +298,7 @@ def load_state(
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         with naming_forgotten(handle, root):
             tree = with_values(handle, tree, allow_pickle=allow_pickle)
-            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
+            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, layout=_layout(handle, row))
     return loaded
 
 
@@ -319,12 +319,11 @@ def _device(given: Any) -> torch.device:
         ) from error
 
 
-def _aliases(handle: RepositoryHandle, row: CommitRow) -> list[list[Path]]:
-    """Groups of paths that were one tensor when the commit was made."""
+def _layout(handle: RepositoryHandle, row: CommitRow) -> LayoutObject:
+    """What the commit says of its state besides the content."""
     if row.layout is None:
         raise CorruptionError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
-    layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
-    return [[parse_key(key) for key in group] for group in layout.aliases]
+    return decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
 
 
 def read_entry(

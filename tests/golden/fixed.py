@@ -87,6 +87,11 @@ PIPELINE_LAYOUT = LayoutObject(
 )  # fmt: skip
 """Two stages, a tensor over three ranks at equal distances, boxes, and ranks that have all of a tensor."""
 
+FORMS_LAYOUT = LayoutObject(
+    orders={"model/conv.weight": (0, 2, 3, 1), "w": (1, 0), "b": (1, 0)},
+    versions={"model": {"": 3, "layers.0.bn": 2}, "other": {}},
+)
+
 
 def tree() -> Node:
     return tree_nodes("dict", None, ENTRIES)[-1]
@@ -142,6 +147,7 @@ NODES: dict[str, Callable[[], Node]] = {
     "layout": lambda: layout_node(LAYOUT),
     "layout of a mesh": lambda: layout_node(SHARDED_LAYOUT),
     "layout of several meshes": lambda: layout_node(PIPELINE_LAYOUT),
+    "layout of orders and versions": lambda: layout_node(FORMS_LAYOUT),
     "commit": lambda: commit_node(COMMIT),
     "first commit": lambda: commit_node(FIRST_COMMIT),
 }

@@ -27,6 +27,7 @@ from tests.golden.fixed import (
     COMMIT,
     ENTRIES,
     FIRST_COMMIT,
+    FORMS_LAYOUT,
     IDS,
     LAYOUT,
     MANY,
@@ -111,6 +112,7 @@ def test_commits_and_layouts_are_read_from_these_bytes() -> None:
     assert decode_layout(literal("nodes", "layout")) == LAYOUT
     assert decode_layout(literal("nodes", "layout of a mesh")) == SHARDED_LAYOUT
     assert decode_layout(literal("nodes", "layout of several meshes")) == PIPELINE_LAYOUT
+    assert decode_layout(literal("nodes", "layout of orders and versions")) == FORMS_LAYOUT
 
 
 # --- chunks ----------------------------------------------------------------------------------

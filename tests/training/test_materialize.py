@@ -16,6 +16,7 @@ from cas_ckpt.errors import (
     UnsupportedValueError,
     UnsupportedVersionError,
 )
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, StoredTensor, ValueItem
 from cas_ckpt.training.restore.materialize import materialize
@@ -86,7 +87,7 @@ def test_tied_tensors_are_one_tensor_again_and_read_once() -> None:
         copies.extend(wanted)
         fetch(wanted)
 
-    made = materialize(tree, counting, aliases=[[("a",), ("b", "c")], [("not", "there")]])
+    made = materialize(tree, counting, layout=LayoutObject(aliases=(("a", "b/c"), ("not/there",))))
     assert made["a"] is made["b"]["c"]
     assert made["a"] is not made["d"]
     assert len(copies) == 2
@@ -96,12 +97,14 @@ def test_tied_tensors_are_one_tensor_again_and_read_once() -> None:
 def test_ties_of_different_specs_are_corruption() -> None:
     tree = commit({"a": torch.ones(3), "b": torch.ones(2)})
     with pytest.raises(CorruptionError, match=r"^b: .* is listed as tied"):
-        load(tree, aliases=[[("a",), ("b",)]])
+        load(tree, layout=LayoutObject(aliases=(("a", "b"),)))
 
 
 def test_what_a_restore_makes_new_is_tied_again_too() -> None:
     target: dict[str, Any] = {"x": None, "y": None}
-    checkout(commit({"x": torch.ones(2), "y": torch.ones(2)}), target, aliases=lambda: [[("x",), ("y",)]])
+    checkout(
+        commit({"x": torch.ones(2), "y": torch.ones(2)}), target, layout=lambda: LayoutObject(aliases=(("x", "y"),))
+    )
     assert target["x"] is target["y"]
 
 

@@ -70,6 +70,8 @@ class Draft:
         root: The state's outermost container.
         tensors: Every tensor that is kept in chunks; tied ones share a work.
         containers: All below the root, by key; parents before their children.
+        orders: Key of each tensor that does not lie in memory in the order of its dimensions -> the order that it has.
+        versions: Key of each module's state -> versions of the modules in it.
         counts: Entries, tensors, chunks (equal ones each time, tied ones once) and plain bytes of the state so far, by
             the names that they have in the stats of a commit.
     """
@@ -89,6 +91,8 @@ class Draft:
         self.root = DraftContainer("", state.kind, None)
         self.tensors: list[DraftTensor] = []
         self.containers: dict[str, DraftContainer] = {}
+        self.orders: dict[str, tuple[int, ...]] = {}
+        self.versions: dict[str, Mapping[str, int]] = {}
         self.counts = {"total_bytes": 0, "num_entries": 0, "num_tensors": 0, "num_chunks": 0}
 
     def works(self) -> Iterator[TensorWork]:
@@ -103,6 +107,8 @@ class Draft:
         waiting = [(self._state, self.root, "")]
         while waiting:
             container, made, key = waiting.pop()
+            if container.versions is not None:
+                self.versions[key] = container.versions
             made.attrs = None if container.attrs is None else self._encoded(container.attrs, key)
             prefix = f"{key}/" if key else ""
             for name, item in container.children.items():
@@ -119,6 +125,8 @@ class Draft:
                 if isinstance(item, TensorItem):
                     counts["num_tensors"] += 1
                     tensor, spec = item, item.spec
+                    if item.order is not None:
+                        self.orders[at] = item.order
                     num_bytes = spec.num_bytes
                     if item.identity is not None and num_bytes:
                         tie = (item.identity[0], spec.dtype)

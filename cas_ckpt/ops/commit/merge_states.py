@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,12 +65,14 @@ class DescribedContainer:
 
     Attributes:
         length: Number of children of a list or tuple, which cannot be merged by name; else -1.
+        versions: Of the state of a module; each rank may have other modules of it.
     """
 
     path: Path
     kind: str
     attrs: bytes | None
     length: int = -1
+    versions: Mapping[str, int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class DescribedTensor:
     Attributes:
         tie: Key of the first tensor (in order) that is the same memory, its own if there is none.
         inline: The bytes of a small whole tensor.
+        order: As `TensorItem` has it.
     """
 
     path: Path
@@ -88,6 +91,7 @@ class DescribedTensor:
     placement: Placement | None
     tie: str
     inline: bytes | None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def _walk(item: Item, path: Path, allow_pickle: bool, ties: dict[Any, str]) -> I
     if isinstance(item, Container):
         length = len(item.children) if item.kind in ("list", "tuple") else -1
         attrs = None if item.attrs is None else encode_value(item.attrs, key=key, allow_pickle=allow_pickle)
-        yield DescribedContainer(path, item.kind, attrs, length)
+        yield DescribedContainer(path, item.kind, attrs, length, item.versions)
         if item.kind != RANKS:
             for name in sorted(item.children, key=name_order):
                 yield from _walk(item.children[name], (*path, name), allow_pickle, ties)
@@ -126,7 +130,7 @@ def _walk(item: Item, path: Path, allow_pickle: bool, ties: dict[Any, str]) -> I
             tie = ties.setdefault((item.identity[0], item.spec), key)
         if item.placement is None and item.spec.num_bytes <= INLINE_BYTES:
             inline = item.source.read(item.spec.box).tobytes()
-        yield DescribedTensor(path, item.spec, item.flavor, item.placement, tie, inline)
+        yield DescribedTensor(path, item.spec, item.flavor, item.placement, tie, inline, item.order)
     elif isinstance(item, ValueItem):
         yield DescribedValue(path, encode_value(item.value, key=key, allow_pickle=allow_pickle))
     elif isinstance(item, EncodedValue):
@@ -149,7 +153,8 @@ def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
     rows: list[list[Any]] = []
     for entry in entries:
         if isinstance(entry, DescribedContainer):
-            rows.append(["c", entry.path, entry.kind, entry.attrs, entry.length])
+            versions = None if entry.versions is None else dict(entry.versions)
+            rows.append(["c", entry.path, entry.kind, entry.attrs, entry.length, versions])
         elif isinstance(entry, DescribedValue):
             rows.append(["v", entry.path, entry.data])
         else:
@@ -159,8 +164,8 @@ def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
                 number = seen.get(id(placement))
                 if number is None:
                     number = seen[id(placement)] = numbers.setdefault(placement, len(numbers))
-            spec = entry.spec
-            rows.append(["t", entry.path, spec.dtype, spec.shape, str(entry.flavor), number, entry.tie, entry.inline])
+            spec, flavor = entry.spec, str(entry.flavor)
+            rows.append(["t", entry.path, spec.dtype, spec.shape, flavor, number, entry.tie, entry.inline, entry.order])
     placements = list(map(pack_placement, numbers))
     return msgpack.packb(placements), msgpack.packb(rows, use_bin_type=True, unicode_errors="surrogatepass")
 
@@ -178,9 +183,9 @@ def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
         return DescribedContainer(path, *rest)
     if kind == "v":
         return DescribedValue(path, *rest)
-    dtype, shape, flavor, number, tie, inline = rest
+    dtype, shape, flavor, number, tie, inline, order = rest
     placement = None if number is None else placements[number]
-    return DescribedTensor(path, Spec(dtype, shape), Flavor(flavor), placement, tie, inline)
+    return DescribedTensor(path, Spec(dtype, shape), Flavor(flavor), placement, tie, inline, order)
 
 
 # --- merging ------------------------------------------------------------------------------
@@ -289,7 +294,10 @@ class _Merge:
                 raise _disagreement(path, found.reports[0][0], _in_words(first), ranks, _in_words(entry))
         given = first.attrs if first.kind != "odict" else _joined_order([entry for _, entry in found.reports])
         attrs = None if given is None else EncodedValue(given)
-        made = self._containers[path] = Container(first.kind, {}, attrs)
+        described = [entry for _, entry in found.reports if isinstance(entry, DescribedContainer)]
+        told = [dict(entry.versions) for entry in described if entry.versions is not None]
+        versions = dict(ChainMap(*told)) if told else None  # of the lowest rank that has the module
+        made = self._containers[path] = Container(first.kind, {}, attrs, versions)
         if not path:
             self.root = made
         if first.kind == RANKS:
@@ -325,8 +333,9 @@ class _Merge:
             small = SmallTensor(first.spec, first.inline)
             if first.inline is None:
                 self.small[path] = small
-            return TensorItem(first.spec, small, first.flavor, identity)
-        return TensorItem(first.spec, _Elsewhere(key) if own is None else own.source, first.flavor, identity)
+            return TensorItem(first.spec, small, first.flavor, identity, order=first.order)
+        source = _Elsewhere(key) if own is None else own.source
+        return TensorItem(first.spec, source, first.flavor, identity, order=first.order)
 
     def _note_holders(self, key: str, holders: Ranks, reports: Sequence[tuple[Ranks, DescribedTensor]]) -> None:
         shape = reports[0][1].spec.shape

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from typing import TypeAlias
 
 import msgpack
 import numpy as np
@@ -110,7 +111,7 @@ def save_on_ranks(
             if hashed_id is None:
                 raise InternalError(f"cell {cell} of {works[number].spec} was never hashed")
             named_here[number, cell] = hashed_id
-    contribution = Contribution(named_here | straddling.named, packs, own.nodes(), own.counts(), own.aliases())
+    contribution = Contribution(named_here | straddling.named, packs, own.nodes(), own.counts(), own.forms())
     saved = Saved(draft, agreement.generation, packs, hashed=hashed, shares_index=agreement.shares_index)
     packed = contribution.pack()
     if request.look is not None:
@@ -203,15 +204,26 @@ def _completed(
             saved.draft.add_entries(render_key(path), decode_tree(each.own[at][-1].data).entries)
     for each in contributions:
         saved.draft.count(each.own_counts)
-    aliases = {*saved.draft.aliases(), *(group for each in contributions for group in each.own_aliases)}
+    aliases = {*saved.draft.aliases(), *(group for each in contributions for group in each.own_forms[0])}
+    orders, versions = dict(saved.draft.orders), dict(saved.draft.versions)
+    for each in contributions:
+        orders |= each.own_forms[1]
+        versions |= each.own_forms[2]
     return replace(
         saved,
         packs=[pack for each in contributions for pack in each.packs],
         layout=compose_layout(
-            agreement.merged.divisions, world_size=len(contributions), aliases=tuple(sorted(aliases))
+            agreement.merged.divisions,
+            world_size=len(contributions),
+            aliases=tuple(sorted(aliases)),
+            orders=orders,
+            versions=versions,
         ),
         more_nodes=[node for each in contributions for nodes in each.own for node in nodes[:-1]],
     )
+
+
+_Forms: TypeAlias = tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, ...]], dict[str, Mapping[str, int]]]
 
 
 @dataclass(slots=True)
@@ -224,14 +236,14 @@ class Contribution:
         own: For each container of per-rank values the nodes of this rank's child; the last one is
             a tree with that child alone.
         own_counts: What `Draft.counts` says of those children.
-        own_aliases: Keys within those children that are one tensor.
+        own_forms: Groups of keys within those children that are one tensor; their `orders` and `versions`.
     """
 
     named: dict[tuple[int, int], Digest]
     packs: list[WrittenPack]
     own: list[list[Node]]
     own_counts: dict[str, int]
-    own_aliases: tuple[tuple[str, ...], ...]
+    own_forms: _Forms
 
     def pack(self) -> bytes:
         """As bytes."""
@@ -240,7 +252,7 @@ class Contribution:
         own = [[[node.kind, node.data, list(node.children), node.digest] for node in nodes] for nodes in self.own]
         ids = b"".join(self.named.values())
         packed: bytes = msgpack.packb(
-            [places, ids, packs, own, self.own_counts, self.own_aliases], unicode_errors="surrogatepass"
+            [places, ids, packs, own, self.own_counts, self.own_forms], unicode_errors="surrogatepass"
         )
         return packed
 
@@ -251,7 +263,7 @@ _row = attrgetter(*(each.name for each in fields(ExtentInfo)))
 
 def unpack_contribution(data: bytes) -> Contribution:
     """What `Contribution.pack` packed, on another rank of this job."""
-    places, ids, packs, own, counts, aliases = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    places, ids, packs, own, counts, (aliases, orders, versions) = msgpack.unpackb(data, unicode_errors="surrogatepass")
     pairs = np.frombuffer(places, np.uint64).reshape(-1, 2).tolist()
     digests = [Digest(ids[start : start + DIGEST_BYTES]) for start in range(0, len(ids), DIGEST_BYTES)]
     named = {(tensor, cell): digest for (tensor, cell), digest in zip(pairs, digests, strict=True)}
@@ -263,7 +275,8 @@ def unpack_contribution(data: bytes) -> Contribution:
         [Node(ObjectKind(kind), Digest(digest), data, tuple(map(Digest, below))) for kind, data, below, digest in rows]
         for rows in own
     ]
-    return Contribution(named, written, nodes, counts, tuple(map(tuple, aliases)))
+    forms = tuple(map(tuple, aliases)), {key: tuple(order) for key, order in orders.items()}, versions
+    return Contribution(named, written, nodes, counts, forms)
 
 
 # --- values that every rank keeps for itself ---------------------------------------------------
@@ -293,12 +306,13 @@ class PerRankValues:
             self.works.extend(draft.works())
             self._drafts.append(draft)
 
-    def aliases(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of whole keys that are one tensor."""
-        return tuple(
-            tuple(f"{prefix}/{key}" for key in group)
-            for prefix, draft in zip(self._prefixes, self._drafts, strict=True)
-            for group in draft.aliases()
+    def forms(self) -> _Forms:
+        """Groups of whole keys that are one tensor, and `orders` and `versions` by whole keys."""
+        drafts = list(zip(self._prefixes, self._drafts, strict=True))
+        return (
+            tuple(tuple(f"{prefix}/{key}" for key in group) for prefix, draft in drafts for group in draft.aliases()),
+            {f"{prefix}/{key}": order for prefix, draft in drafts for key, order in draft.orders.items()},
+            {f"{prefix}/{key}": dict(found) for prefix, draft in drafts for key, found in draft.versions.items()},
         )
 
     def mark(self, patterns: KeyPatterns) -> None:

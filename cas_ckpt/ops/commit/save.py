@@ -199,7 +199,8 @@ def save_alone(
     with paused:
         packs = save_chunks(handle, works, session, num_bytes=size.num_bytes, room=room, progress=progress)
     hashed = {} if memory is None or frozen is None else memory.check(frozen)
-    return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
+    layout = LayoutObject(aliases=draft.aliases(), orders=draft.orders, versions=draft.versions)
+    return Saved(draft, generation, packs, layout, hashed=hashed)
 
 
 def _saved(straddling: StraddlingSaver | None, work: TensorWork) -> None:

@@ -41,7 +41,7 @@ from cas_ckpt.training.capture.tensors import (
     wait_for_devices,
 )
 from cas_ckpt.training.per_rank import PerRank, RNGState, generator_item, ranks_container
-from cas_ckpt.training.stateful import NamedModule, Names, is_stateful
+from cas_ckpt.training.stateful import NamedModule, Names, is_module_state, is_stateful, module_versions
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def capture_state(
             f"a state is a mapping of names to objects, this is a {type(state).__name__}: wrap it in a dict"
         )
     capture = _Capture(allow_pickle, Names(state), rank, world_size, streams)
-    root = Container("dict", capture.children(state, state.items(), ()))
+    root = Container("dict", capture.children(state, state.items(), ()), versions=module_versions(state))
     if capture.devices:
         wait_for_devices(capture.devices)
     return root
@@ -125,7 +125,7 @@ class _Capture:
         if is_stateful(value):
             return self._stateful(value, path)
         if is_module_state(value):
-            return Container("dict", self.children(value, value.items(), path))
+            return Container("dict", self.children(value, value.items(), path), versions=module_versions(value))
         if kind is BytesIO and self.streams:
             self.num_fixed += 1
             return ValueItem(value.getvalue())
@@ -187,7 +187,7 @@ class _Capture:
             adapter = self.names.adapt(value)
             state = self.names.state_dict(adapter)
             if isinstance(adapter, NamedModule) and type(state) is OrderedDict:
-                item = Container("dict", self.children(state, state.items(), path))
+                item = Container("dict", self.children(state, state.items(), path), versions=module_versions(state))
             else:
                 item = self.item(state, path)
         self.active.discard(id(value))
@@ -213,11 +213,6 @@ class _Capture:
         if not is_array(array):
             raise refusal(path, f"numpy subclass {type(array).__name__}", "store numpy.asarray(it) and what it loses")
         return array_item(array, key=render_key(path))
-
-
-def is_module_state(value: Any) -> bool:
-    """Whether `value` is what a module's `state_dict()` gave: it is stored as a dict, not as an OrderedDict."""
-    return type(value) is OrderedDict and hasattr(value, "_metadata")
 
 
 def check_name(name: Any, path: Path) -> Name:

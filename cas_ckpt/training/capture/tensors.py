@@ -9,7 +9,7 @@ Must not know commits; keys only for messages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -90,8 +90,13 @@ def _spec(dtype: torch.dtype, shape: torch.Size) -> Spec:
     return Spec(DTYPE_NAMES[dtype], tuple(shape))
 
 
-def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose elements are undefined."""
+def new_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, order: Sequence[int] = ()
+) -> torch.Tensor:
+    """A tensor whose elements are undefined; with an `order`, its dimensions lie in memory so, the outermost first."""
+    if order:
+        made = new_tensor(tuple(shape[at] for at in order), dtype, device)
+        return made.permute([order.index(at) for at in range(len(order))])
     # As raw items: neither does torch warn of its experiments then, nor does it try to fill
     # memory of a dtype that it cannot fill (torch.use_deterministic_algorithms).
     return torch.empty(shape, dtype=_RAW_DTYPES[dtype.itemsize], device=device).view(dtype)
@@ -336,7 +341,18 @@ def tensor_item(tensor: torch.Tensor) -> TensorItem:
     identity = None
     if tensor.numel():
         identity = memory_of(tensor), version_of(tensor)
-    return TensorItem(_spec(tensor.dtype, tensor.shape), elements_of(tensor), Flavor.TORCH, identity)
+    spec = _spec(tensor.dtype, tensor.shape)
+    return TensorItem(spec, elements_of(tensor), Flavor.TORCH, identity, order=_order(tensor))
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions as they lie in memory, the outermost first; None: in their order, or elements share memory."""
+    shape, stride = tensor.shape, tensor.stride()
+    if not all(shape) or not all(stride):
+        return None
+    # Of equal strides the longer dimension is outside; dimensions of 1 are where their stride says.
+    order = tuple(sorted(range(len(shape)), key=lambda at: (-stride[at], -shape[at], at)))
+    return None if order == tuple(range(len(shape))) else order
 
 
 def simple_item(tensor: torch.Tensor) -> TensorItem | None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, Spec
 from cas_ckpt.objects.state import (
@@ -54,7 +55,7 @@ from cas_ckpt.training.capture.tensors import (
     view_of,
 )
 from cas_ckpt.training.per_rank import GENERATOR, set_generator
-from cas_ckpt.training.restore.materialize import Aliases, Builder, NewObjects
+from cas_ckpt.training.restore.materialize import Builder, NewObjects
 from cas_ckpt.training.restore.memory import Memory, ReadOnlyMemory, memory_of_array, memory_of_tensor, overlapping
 
 SHOWN = 10
@@ -155,7 +156,9 @@ class RestoreDraft:
         devices: Where the targets are, other than the host.
     """
 
-    def __init__(self, selection: Selection, *, aliases: Callable[[], Aliases] = tuple, strict: bool = True) -> None:
+    def __init__(
+        self, selection: Selection, *, layout: Callable[[], LayoutObject] = LayoutObject, strict: bool = True
+    ) -> None:
         self.selection = selection
         self.strict = strict
         self.copies: list[TensorCopy] = []
@@ -164,14 +167,19 @@ class RestoreDraft:
         self.unexpected: list[Path] = []
         self.faults: list[str] = []
         self.devices: set[torch.device] = set()
-        self._aliases = aliases
+        self._read_layout = layout
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
         self._written: list[Written] = []
 
     @cached_property
     def made(self) -> NewObjects:
         """New objects for what the target does not have; their copies are among `copies`."""
-        return NewObjects(aliases=self._aliases(), copies=self.copies)
+        return NewObjects(layout=self.layout, copies=self.copies)
+
+    @cached_property
+    def layout(self) -> LayoutObject:
+        """What the commit says of the state besides its content; read when it is asked for."""
+        return self._read_layout()
 
     @cached_property
     def _read_only(self) -> ReadOnlyMemory:

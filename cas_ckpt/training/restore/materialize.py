@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
 from cas_ckpt.memory import available_bytes
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Spec, check_known
 from cas_ckpt.objects.state import (
@@ -33,6 +35,7 @@ from cas_ckpt.objects.state import (
     TensorCopy,
     ValueItem,
     in_order,
+    parse_key,
     render_key,
     walk,
 )
@@ -50,6 +53,10 @@ from cas_ckpt.training.capture.tensors import (
 )
 from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
 from cas_ckpt.training.restore.large_pages import ask_for_large_pages
+from cas_ckpt.training.stateful import tell_versions
+
+NO_LAYOUT = LayoutObject()
+"""Nothing is tied, all tensors lie in the order of their dimensions, no version of a module is known."""
 
 _ALWAYS_BYTES = 64 << 20
 """So much is tried however little memory the system says to have."""
@@ -58,13 +65,10 @@ Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], object]
 Builder: TypeAlias = Callable[[], Any]
 """Gives an object once all bytes are in place; called once."""
 
-Aliases: TypeAlias = Sequence[Sequence[Path]]
-"""Groups of paths that were one tensor."""
-
 
 def materialize(
     tree: Item, fetch: Fetch, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    aliases: Aliases = (),
+    layout: LayoutObject = NO_LAYOUT,
 ) -> Any:  # fmt: skip
     """The state of `tree` as new objects: dict, OrderedDict, list, tuple, tensors, arrays, values.
 
@@ -72,12 +76,12 @@ def materialize(
         fetch: Verifies and fills all copies; called once. Nothing is returned if it raises.
         device: Where torch tensors go; host memory by default.
         dtype: What dense floating-point tensors of torch become, each value rounded; None: what they are.
-        aliases: Paths in one group get one and the same tensor.
+        layout: Of the commit: which keys are one tensor, how tensors lie in memory, versions of modules.
 
     Raises:
         CorruptionError: containers that no commit writes. TooLargeError: more bytes than there is memory.
     """
-    made = NewObjects(device=device, dtype=dtype, aliases=aliases)
+    made = NewObjects(device=device, dtype=dtype, layout=layout)
     check_bytes(tree, made)
     return made.filled(tree, (), fetch)
 
@@ -94,14 +98,15 @@ class NewObjects:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        aliases: Aliases = (),
+        layout: LayoutObject = NO_LAYOUT,
         copies: list[TensorCopy] | None = None,
     ) -> None:
         self.device = torch.device("cpu" if device is None else device)
         self.dtype = dtype
         self.casts = True
         self.copies = [] if copies is None else copies
-        self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
+        self._layout = layout
+        self._group_of = {parse_key(key): number for number, group in enumerate(layout.aliases) for key in group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
 
     def filled(self, item: Item, path: Path, fetch: Fetch) -> Any:
@@ -127,7 +132,9 @@ class NewObjects:
         if item.kind == "structured" or item.kind in COMPOSITE_KINDS or item.kind == GENERATOR:
             return self._whole(item, path)
         children = {name: self.builder(child, (*path, name)) for name, child in item.children.items()}
-        return container_builder(item, children, path)
+        build = container_builder(item, children, path)
+        versions = self._layout.versions.get(render_key(path)) if self._layout.versions else None
+        return build if versions is None or item.kind != "dict" else partial(_module_state, build, versions)
 
     def _tensor(self, stored: StoredTensor, path: Path) -> Any:
         """New memory, or that of a tensor which is tied to this one."""
@@ -159,11 +166,14 @@ class NewObjects:
             array = new_array(stored.spec, key=render_key(path))
             return array, view_of(array)
         dtype = part_dtype(stored.spec.dtype)
+        order = self._layout.orders.get(render_key(path), ()) if self._layout.orders else ()
+        if order and len(order) != len(stored.spec.shape):
+            raise CorruptionError(f"{render_key(path)}: the layout orders {len(order)} dimensions of {stored.spec}")
         if self.dtype is not None and dtype.is_floating_point and self.casts:
-            tensor = new_tensor(stored.spec.shape, self.dtype, self.device)
+            tensor = new_tensor(stored.spec.shape, self.dtype, self.device, order)
             ask_for_large_pages(tensor)
             return tensor, CastTarget(tensor, dtype)
-        tensor = new_tensor(stored.spec.shape, dtype, self.device)
+        tensor = new_tensor(stored.spec.shape, dtype, self.device, order)
         ask_for_large_pages(tensor)
         return tensor, elements_of(tensor)
 
@@ -213,6 +223,13 @@ def _num_bytes(stored: StoredTensor) -> int:
         return stored.spec.num_bytes
     except (InvalidInputError, UnsupportedVersionError):  # whoever makes it says so
         return 0
+
+
+def _module_state(build: Builder, versions: Mapping[str, int]) -> Any:
+    """The state of a module as its `state_dict()` gives it, so that a module which loads it learns the versions."""
+    state = OrderedDict(build())
+    tell_versions(state, versions, state)
+    return state
 
 
 def constant(value: Any) -> Builder:

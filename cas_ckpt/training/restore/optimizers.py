@@ -73,15 +73,16 @@ class Match:
     def own(self, item: Item) -> dict[str, Any]:
         """The live state under the keys of the commit.
 
-        Where a divided parameter (DTensor) has no state yet, it gets empty tensors that are
-        divided alike for those in the commit that have the parameter's shape.
+        Where a parameter that is divided (DTensor), or does not lie in memory in the order of its dimensions, has no
+        state yet, it gets empty tensors like it for those in the commit that have its shape: fused kernels go through
+        both by the strides of the parameter.
         """
         raw, of_commit = self.form.raw, children(children(item).get(STATE))
         state: dict[Name, Any] = {}
         for key, stored in self.stored.items():
             mine = dict(raw[STATE].get(key, {}))
             param = self.form.params.get(key)
-            if param is not None and is_kind(param, "DTensor"):
+            if param is not None and (is_kind(param, "DTensor") or not param.is_contiguous()):
                 mine = {**_empty_like(param, children(of_commit.get(stored))), **mine}
             if mine or key in raw[STATE]:
                 state[stored] = mine

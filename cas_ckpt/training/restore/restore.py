@@ -44,6 +44,7 @@ from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, PartialRestoreError, UnsupportedValueError
 from cas_ckpt.objects.digest import ATOMS
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.state import (
     RANKS,
     Container,
@@ -61,12 +62,12 @@ from cas_ckpt.objects.state import (
     world_size_of,
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, is_mutable, made_like, retyped, structure_of, types_in
-from cas_ckpt.training.capture.capture import MAX_DEPTH, is_module_state
+from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.tensors import is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
 from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names
 from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, Selection, describe, may_fill_array
-from cas_ckpt.training.restore.materialize import Aliases, Builder, constant, container_builder
+from cas_ckpt.training.restore.materialize import Builder, constant, container_builder
 from cas_ckpt.training.restore.optimizers import (
     check_shapes,
     children,
@@ -76,7 +77,15 @@ from cas_ckpt.training.restore.optimizers import (
     nested,
     write_checked,
 )
-from cas_ckpt.training.stateful import NamedModule, Names, StateDict, Stateful, is_stateful
+from cas_ckpt.training.stateful import (
+    NamedModule,
+    Names,
+    StateDict,
+    Stateful,
+    is_module_state,
+    is_stateful,
+    tell_versions,
+)
 
 _MAPPINGS = ("dict", "odict")
 _SEQUENCES = ("list", "tuple")
@@ -109,7 +118,7 @@ def plan_restore(
     *,
     strict: bool = True,
     keys: str | Sequence[str] | None = None,
-    aliases: Callable[[], Aliases] = tuple,
+    layout: Callable[[], LayoutObject] = LayoutObject,
     rank: int = 0,
     world_size: int = 1,
 ) -> RestorePlan:
@@ -119,8 +128,8 @@ def plan_restore(
         strict: Key sets of modules and plain containers must agree; otherwise only what both
             have is restored.
         keys: Glob patterns; only entries that they cover are restored and compared.
-        aliases: Gives groups of paths that were one tensor: what is made new for them is one again. Asked
-            only if something is made new.
+        layout: Gives that of the commit: which keys are one tensor, how tensors lie in memory, versions of modules.
+            Asked only if something is made new, or is the state of a module.
         rank: Who is asking, of `world_size` ranks that plan to restore the same commit.
 
     Raises:
@@ -131,7 +140,7 @@ def plan_restore(
     if not isinstance(state, MutableMapping):
         raise InvalidInputError(f"the target is a {type(state).__name__}: a dict of names to objects is needed")
     selection = Selection(keys)
-    draft = RestoreDraft(selection, aliases=aliases, strict=strict)
+    draft = RestoreDraft(selection, layout=layout, strict=strict)
     planner = _Walk(draft, Names(state), rank, world_size)
     build = planner.mapping(state, selection.prune(tree), (), planner.in_place)
     unexpected = tuple(map(render_key, draft.unexpected))
@@ -254,6 +263,8 @@ class _Walk:
         if type(target) is OrderedDict and isinstance(item, Container) and item.kind == "odict":
             order = in_order(item) if self.draft.selection.covers(path) else ()
 
+        versions = self.draft.layout.versions.get(render_key(path)) if is_module_state(target) else None
+
         def change() -> Any:
             for name, build in builders.items():
                 value = build()
@@ -262,6 +273,8 @@ class _Walk:
             for name in order:
                 if name in target:
                     target.move_to_end(name)
+            if versions is not None:
+                tell_versions(target, versions, builders)
             return target
 
         return change

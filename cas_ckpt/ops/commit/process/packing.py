@@ -2,8 +2,8 @@
 
 A tree is a list of rows, parents before their children, so that no depth is too deep:
 
-    ["c", parent, name, kind, attrs, whether they are encoded]     a container
-    ["t", parent, name, dtype, shape, flavor, identity, placement, source]
+    ["c", parent, name, kind, attrs, whether they are encoded, versions]     a container
+    ["t", parent, name, dtype, shape, flavor, identity, placement, order, source]
     ["v", parent, name, encoded value]
 
 Invariant: what is unpacked equals what was packed, but for sources, which the two sides make for themselves, and for
@@ -73,14 +73,15 @@ def pack_tree(
     while waiting:
         item, parent, name, path = waiting.pop()
         if isinstance(item, Container):
-            rows.append(["c", parent, name, item.kind, *_packed_attrs(item, path, allow_pickle)])
+            versions = None if item.versions is None else dict(item.versions)
+            rows.append(["c", parent, name, item.kind, *_packed_attrs(item, path, allow_pickle), versions])
             own = len(rows) - 1
             waiting.extend((child, own, below, (*path, below)) for below, child in reversed(item.children.items()))
         elif isinstance(item, TensorItem):
             placement = None if item.placement is None else pack_placement(item.placement)
             rows.append([
                 "t", parent, name, item.spec.dtype, list(item.spec.shape), str(item.flavor),
-                identities.pack(item.identity), placement, pack_source(item),
+                identities.pack(item.identity), placement, item.order, pack_source(item),
             ])  # fmt: skip
         elif isinstance(item, EncodedValue):
             rows.append(["v", parent, name, item.data])
@@ -113,15 +114,15 @@ def unpack_tree(rows: list[Any], make_source: Callable[[Spec, Any], ArraySource]
     for at, (code, parent, name, *rest) in enumerate(rows):
         made: Item
         if code == "c":
-            kind, data, is_encoded = rest
+            kind, data, is_encoded, versions = rest
             attrs = None if data is None else EncodedValue(data) if is_encoded else _decoded_attrs(data)
-            made = containers[at] = Container(kind, {}, attrs)
+            made = containers[at] = Container(kind, {}, attrs, versions)
         elif code == "t":
-            dtype, shape, flavor, identity, placement, source = rest
+            dtype, shape, flavor, identity, placement, order, source = rest
             spec = Spec(dtype, tuple(shape))
             made = TensorItem(
                 spec, make_source(spec, source), Flavor(flavor), _identity(identity),
-                None if placement is None else unpack_placement(placement),
+                None if placement is None else unpack_placement(placement), order if order is None else tuple(order),
             )  # fmt: skip
         else:
             made = EncodedValue(rest[0])
