@@ -199,7 +199,7 @@ def set_default_branch(handle: RepositoryHandle, name: str) -> Digest:
     if not handle.store.abilities.local:
         raise InvalidInputError(
             f"{handle.store.url} is not on a local disk, and its default branch stays, as hosts remember it: name the "
-            "branch where it is meant, or make a new repository (Repository.init(url, default_branch=NAME)) and push"
+            "branch where it is meant, or push to a new repository that has it as its default branch from the beginning"
         )
     target = branch_target(handle, check_new_name(name))
     if target is None:
