@@ -446,18 +446,21 @@ def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
         raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
 
 
-def check_meaning(handle: RepositoryHandle, kind: RefKind, name: str, *others: RepositoryHandle, unless: str) -> None:
+def check_meaning(
+    handle: RepositoryHandle, kind: RefKind, name: str, *others: RepositoryHandle, unless: str = ""
+) -> None:
     """Refuse a new branch or tag whose name would be taken for something else.
 
     Args:
         others: Repositories whose commits may come to this one.
-        unless: What the caller can say to have it all the same.
+        unless: What the caller can say to have it all the same; empty: nothing.
     Raises:
         ConflictError: for a branch of a remote, or the first digits of an id.
     """
     meaning = other_meaning(handle, name, *others) if kind in _RIVALS else None
     if meaning is not None:
-        raise ConflictError(f"{name!r} reads as {meaning}: choose another name, or have it all the same with {unless}")
+        anyway = f", or have it all the same with {unless}" if unless else ""
+        raise ConflictError(f"{name!r} reads as {meaning}: choose another name{anyway}")
 
 
 def _shown(head: Digest | AnyHead | None) -> str:

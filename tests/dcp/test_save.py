@@ -111,6 +111,17 @@ def test_checkpoint_id_names_a_tag_that_is_never_overwritten(repo: Repository) -
     assert same(loaded, plain_state(1))
 
 
+def test_a_checkpoint_id_that_would_be_taken_for_something_else_is_refused_before_anything_is_saved(
+    repo: Repository,
+) -> None:
+    repo.add_remote("origin", "/mnt/usb")
+    before = repo.commit(plain_state(1))
+    for name in ("refs/heads/main", "origin/step-1", before.id[:9]):
+        with pytest.raises((CheckpointException, ValueError)):
+            save(plain_state(2), CasStorageWriter(repo), checkpoint_id=name)
+        assert [info.id for info in repo.log(all_refs=True)] == [before.id]
+
+
 def test_a_checkpoint_id_is_that_of_one_save_and_of_one_load(repo: Repository) -> None:
     writer, reader = CasStorageWriter(repo, branch="main"), CasStorageReader(repo, ref="main")
     for number, name in ((1, "1000"), (2, None), (3, "2000")):

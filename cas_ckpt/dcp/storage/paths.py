@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from cas_ckpt.core.refs import check_name
+from cas_ckpt.core.refs import check_new_name
 from cas_ckpt.dcp.storage.reader import CasStorageReader
 from cas_ckpt.dcp.storage.writer import CasStorageWriter
 from cas_ckpt.errors import InvalidInputError
@@ -60,7 +60,7 @@ class CheckpointPaths:
         """
         if not self.covers(path):
             raise InvalidInputError(f"{os.fspath(path)} is not a folder below {self._root}: choose another root=")
-        return check_name(_ODD.sub("-", Path(os.path.abspath(path)).relative_to(self._root).as_posix()))
+        return check_new_name(_ODD.sub("-", Path(os.path.abspath(path)).relative_to(self._root).as_posix()))
 
     def covers(self, path: str | os.PathLike[str]) -> bool:
         """Whether `path` is a folder below the root."""

@@ -40,9 +40,9 @@ from torch.futures import Future
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
-from cas_ckpt.core.publish import branch_target
+from cas_ckpt.core.publish import branch_target, check_meaning
 from cas_ckpt.core.records import CommitInfo
-from cas_ckpt.core.refs import Head, RefKind, check_name
+from cas_ckpt.core.refs import Head, RefKind, check_new_name
 from cas_ckpt.dcp.storage.group import (
     BackgroundSave,
     RepositoryPlace,
@@ -227,7 +227,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it can name a tag."""
         try:
-            check_name(str(checkpoint_id))
+            check_new_name(str(checkpoint_id))
         except InvalidInputError:
             return False
         return True
@@ -312,8 +312,10 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         begun.number = begun.background = begun.tag = None
         with self._place.opened() as handle:
             handle.require_writable()
-            if tag is not None and check_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
+            if tag is not None and check_new_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
                 raise ConflictError(f"checkpoint_id {tag!r} is a tag already: nothing is overwritten")
+            if tag is not None:
+                check_meaning(handle, RefKind.TAG, tag)
             turns = self._turns(handle)
         if background is not None:
             background.turns = turns
