@@ -87,6 +87,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "push": Place("remotes", "push", "Send commits to another repository, and move its refs"),
         "pull": Place("remotes", "pull", "Fetch, then let a branch go forward to where it is there"),
         "fetch": Place("remotes", "fetch", "Bring the commits of another repository here"),
+        "ls-remote": Place("remotes", "ls_remote", "List the refs of another repository as they are now"),
         "watch": Place("remotes", "watch", "Push every commit to a remote as it is made"),
         "bundle": Place("bundle", "bundle", "bundle create, unbundle, verify, list: commits in one file"),
         "remote": Place("remotes", "remote", "remote list, add, remove, rename, set-url"),

@@ -216,6 +216,8 @@ _SHELL_WORDS = tuple(
             r"repo\.set_remote\('?([^',()]+)'?, promisor=False, filter=\(\)\)",
             r"cas-ckpt remote set \1 --no-promisor --no-filter",
         ),
+        (r"repo\.pull\(rebase=True\)", "cas-ckpt pull --rebase"),
+        (r"repo\.create_bundle\b", "cas-ckpt bundle create"),
         (r'repo\.push_pending\("([^"]+)"\)', r"cas-ckpt watch --push \1 --once"),
         (r"repo\.merge_base\(A, B\)", "cas-ckpt merge-base A B"),
         (r"repo\.tags\(\)", "cas-ckpt tag"),

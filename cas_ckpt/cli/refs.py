@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,10 @@ from cas_ckpt.cli.signing import asked_key, sign_option
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 
+if TYPE_CHECKING:
+    from cas_ckpt.ops.sync.remotes import Tracked
+    from cas_ckpt.repository import Repository
+
 _DELETE = flag("-d", "--delete", help="Delete the names that follow.")
 _UNDELETE = flag("--undelete", help="Bring deleted names back, as they were.")
 _DRY = flag("-n", "--dry-run", help="With --delete: only say what would be deleted.")
@@ -20,10 +25,22 @@ _FORCE = flag("-f", "--force", help="Move the name if it exists.")
 _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 
 
+def standing(tracked: Tracked) -> str:
+    """How a branch stands to that of a remote, when it was last asked."""
+    name = escaped(tracked.remote_branch)
+    ahead, behind = (f"{count} commit{'s' if count > 1 else ''}" for count in (tracked.ahead, tracked.behind))
+    if tracked.ahead and tracked.behind:
+        return f"diverged from {name}: {ahead} here, {behind} there"
+    if tracked.ahead:
+        return f"ahead of {name} by {ahead}"
+    return f"behind {name} by {behind}" if tracked.behind else f"up to date with {name}"
+
+
 @verb(
     "branch",
     examples=[
         "cas-ckpt branch",
+        "cas-ckpt branch -a -v",
         "cas-ckpt branch ft-math base",
         "cas-ckpt branch -d ft-math",
         "cas-ckpt branch --undelete ft-math",
@@ -34,6 +51,9 @@ _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
     also=[14, 15],
 )
 @_WORDS
+@flag("-a", "--all", "everywhere", help="List those of remotes too, as they were when last asked.")
+@flag("-r", "--remotes", help="List those of remotes.")
+@flag("-v", "--verbose", help="List them with what their commits say, and how they stand to those of the remote.")
 @_DELETE
 @_DRY
 @_UNDELETE
@@ -42,8 +62,8 @@ _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 @_FORCE
 @click.pass_obj
 def branch(
-    settings: Settings, words: tuple[str, ...], delete: bool, dry_run: bool, undelete: bool, move: bool,
-    default: str | None, force: bool,
+    settings: Settings, words: tuple[str, ...], everywhere: bool, remotes: bool, verbose: bool, delete: bool,
+    dry_run: bool, undelete: bool, move: bool, default: str | None, force: bool,
 ) -> None:  # fmt: skip
     """List the branches; make the branch NAME at REVISION (default: HEAD); delete or rename branches.
 
@@ -53,9 +73,12 @@ def branch(
     set to REVISION, an older commit too (git's reset); cas-ckpt reflog shows where it was.
     The default branch cannot be deleted or renamed; it is marked with an asterisk.
     """
-    _only_one(delete=delete, undelete=undelete, move=move, default=default is not None)
+    listed = everywhere or remotes or verbose
+    _only_one(delete=delete, undelete=undelete, move=move, default=default is not None, list=listed)
     if default is not None and words:
         raise click.UsageError("--default takes one name, and nothing else")
+    if words and listed:
+        raise click.UsageError("-a, -r and -v list branches: they take no NAME")
     with settings.open() as repo:
         if default is not None:
             digest = repo.set_default_branch(default)
@@ -68,7 +91,17 @@ def branch(
             name, revision = _name_and_revision(words)
             _made(settings, "branch", name, repo.branch(name, start=revision, force=force))
         else:
-            _list(settings, repo.branches(), marked=repo.default_branch)
+            names = {} if remotes and not everywhere else repo.branches()
+            names |= repo.remote_branches() if everywhere or remotes else {}
+            notes = _described(repo, names) if verbose else None
+            _list(settings, names, marked=repo.default_branch, notes=notes)
+
+
+def _described(repo: Repository, names: Mapping[str, str]) -> dict[str, str]:
+    """Branch -> how it stands to that of the remote, and what its commit says."""
+    tracked = repo.tracked_branches()
+    said = {name: f"[{standing(tracked[name])}] " if name in tracked else "" for name in names}
+    return {name: said[name] + repo.log(digest, limit=1)[0].message for name, digest in names.items()}
 
 
 @verb(

@@ -10,7 +10,7 @@ import click
 from cas_ckpt import clock
 from cas_ckpt.cli.command import AGE, SIZE, Settings, VerbGroup, flag, memory_option, shard_option, verb
 from cas_ckpt.cli.output import escaped, report_error, table
-from cas_ckpt.errors import CkptError
+from cas_ckpt.errors import CkptError, PartialRestoreError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_MARKS = {"new": "*", "forced": "+", "deleted": "-", "up to date": "="}
+_MARKS = {"new": "*", "forced": "+", "deleted": "-", "up to date": "=", "rebased": "+", "rejected": "!"}
 """As git marks them."""
 
 
@@ -137,8 +137,9 @@ def push(
         "cas-ckpt fetch --prune origin",
         "cas-ckpt fetch origin 'ft/*'",
         "cas-ckpt fetch --filter 'optimizer/**'",
+        "cas-ckpt fetch /mnt/usb/week2.bundle main",
     ],
-    also=[15],
+    also=[3, 15],
 )
 @click.argument("remote", required=False)
 @click.argument("branches", nargs=-1, metavar="[PATTERN...]")
@@ -154,10 +155,12 @@ def fetch(
     settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, commits: tuple[str, ...],
     keys: tuple[str, ...], prune: bool, force: bool, dry_run: bool, num_threads: int | None,
     max_bandwidth: int | None, memory_bytes: int | None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
-    Of its branches those come that match PATTERN; without any, what the remote's settings say, else all.
+    Of its branches those come that match PATTERN; without any, what the remote's settings say, else all. Of a URL, a
+    path or a bundle that has no name here one branch comes (default: its default branch), which the revision
+    FETCH_HEAD names from then on. A tag that names another commit here is rejected: the exit code is 3.
     """
     with settings.open() as repo:
         report = repo.fetch(
@@ -165,38 +168,47 @@ def fetch(
             num_threads=num_threads, max_bandwidth=max_bandwidth, memory_bytes=memory_bytes,
             progress=settings.show_progress(),
         )  # fmt: skip
-    show_report(settings, report, "From", "came")
+    return show_report(settings, report, "From", "came")
 
 
-@verb("pull", examples=["cas-ckpt pull", "cas-ckpt pull origin ft-math", "cas-ckpt pull /mnt/usb/runs"], also=[14, 15])
+@verb(
+    "pull",
+    examples=[
+        "cas-ckpt pull", "cas-ckpt pull origin ft-math", "cas-ckpt pull --rebase", "cas-ckpt pull /mnt/usb/runs",
+    ],
+    also=[3, 14, 15],
+)  # fmt: skip
 @click.argument("remote", required=False)
 @click.argument("branch", required=False)
+@flag("-r", "--rebase", help="Where both sides have commits of their own, put those here on top of theirs.")
 @_TAGS
 @_DRY
 @_speed
 @click.pass_obj
 def pull(
-    settings: Settings, remote: str | None, branch: str | None, tags: bool | None, dry_run: bool,
+    settings: Settings, remote: str | None, branch: str | None, rebase: bool, tags: bool | None, dry_run: bool,
     num_threads: int | None, max_bandwidth: int | None, memory_bytes: int | None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Fetch from REMOTE (a name, URL or path; default: origin), then let BRANCH go forward to where it is there.
 
-    Without BRANCH the default branch is meant. Where both sides have commits of their own, nothing moves.
+    Without BRANCH the default branch is meant. Where both sides have commits of their own, nothing moves, unless
+    --rebase makes those here anew on top of theirs: with the same states, messages and metrics, without signatures.
     """
     with settings.open() as repo:
         report = repo.pull(
-            remote, branch, tags=tags, dry_run=dry_run, num_threads=num_threads, max_bandwidth=max_bandwidth,
-            memory_bytes=memory_bytes, progress=settings.show_progress(),
+            remote, branch, rebase=rebase, tags=tags, dry_run=dry_run, num_threads=num_threads,
+            max_bandwidth=max_bandwidth, memory_bytes=memory_bytes, progress=settings.show_progress(),
         )  # fmt: skip
-    show_report(settings, report, "From", "came")
+    return show_report(settings, report, "From", "came")
 
 
-def show_report(settings: Settings, report: SyncReport, where: str, did: str) -> None:
-    """Print what was copied, and which refs moved."""
+def show_report(settings: Settings, report: SyncReport, where: str, did: str) -> int:
+    """Print what was copied, and which refs moved; the exit code."""
+    code = PartialRestoreError.exit_code if any(ref.how == "rejected" for ref in report.refs) else 0
     moved = [ref for ref in report.refs if ref.how != "up to date"]
     if not moved and not report.num_packs:
         settings.say(report, "Everything up to date")
-        return
+        return code
     done = {"sent": "would be sent", "came": "would come"}[did] if report.dry_run else did
     lines = [f"{where} {escaped(report.url)}", *table([_row(ref) for ref in moved])]
     lines.append(
@@ -204,11 +216,15 @@ def show_report(settings: Settings, report: SyncReport, where: str, did: str) ->
         + (f"; {report.num_forgotten} commits without their data, which was forgotten" if report.num_forgotten else "")
     )
     settings.say(report, "\n".join(lines))
+    return code
 
 
 def _row(ref: MovedRef) -> tuple[str, str, str]:
     old, new = ((digest or "")[:SHORT_HEX] for digest in (ref.old, ref.new))
     name = ref.ref.removeprefix("refs/heads/").removeprefix("refs/remotes/").removeprefix("refs/")
+    if ref.how == "rejected":
+        here = f"it names {old} here" if old else "a branch here has its name, or it reads as something else"
+        return " !", escaped(name), f"rejected: {here} (fetch --force takes it)"
     return f" {_MARKS.get(ref.how, ' ')}", escaped(name), f"{old}..{new}" if old and new else f"{ref.how}"
 
 
@@ -263,6 +279,19 @@ def remote(ctx: click.Context, verbose: bool) -> None:
     """
     if ctx.invoked_subcommand is None:
         ctx.invoke(remote_list)
+
+
+@verb(
+    "ls-remote", examples=["cas-ckpt ls-remote", "cas-ckpt ls-remote s3://bucket/runs", "cas-ckpt ls-remote x.bundle"],
+    also=[15],
+)  # fmt: skip
+@click.argument("remote", required=False)
+@click.pass_obj
+def ls_remote(settings: Settings, remote: str | None) -> None:
+    """List the branches and tags of REMOTE (a name, URL, path or bundle; default: origin) as they are now there."""
+    with settings.open() as repo:
+        found = repo.ls_remote(remote)
+    settings.show(found, (f"{digest}  {escaped(name)}" for name, digest in found.items()))
 
 
 @verb("list", examples=["cas-ckpt remote list", "cas-ckpt remote list --json"])

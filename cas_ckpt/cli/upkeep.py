@@ -10,6 +10,7 @@ import click
 from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, shard_option, verb, verb_group
 from cas_ckpt.cli.log import line_of
 from cas_ckpt.cli.output import escaped, plain, table, utc
+from cas_ckpt.cli.refs import standing
 from cas_ckpt.cli.show import left_over
 from cas_ckpt.core.config import EMULATED
 from cas_ckpt.core.protocol import GcPhase
@@ -72,12 +73,14 @@ def status(settings: Settings) -> None:
     """
     with settings.open() as repo:
         found = repo.status()
-    shown = plain(found)
+        tracked = repo.tracked_branches().get(found.default_branch)
+    shown = plain(found) | {"tracked": plain(tracked)}
     del shown["head"]  # of this process, which has no live state
     width = None if settings.width is None else settings.width - len("Branches:  ")
     commit = "no commits yet" if found.commit is None else line_of(found.commit, (), width=width)
     rows = [("Head:", commit), *_status_rows(found)]
-    settings.show(shown, [f"On branch {escaped(found.default_branch)}", *table(rows)])
+    where = "" if tracked is None else f", {standing(tracked)}"
+    settings.show(shown, [f"On branch {escaped(found.default_branch)}{where}", *table(rows)])
 
 
 def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:

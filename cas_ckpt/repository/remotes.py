@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.push_failures import PushFailure
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.ops.sync.bundle import BundleInfo
-    from cas_ckpt.ops.sync.remotes import RemoteInfo
+    from cas_ckpt.ops.sync.remotes import RemoteInfo, Tracked
     from cas_ckpt.ops.sync.send import SyncReport
 
 
@@ -73,7 +73,7 @@ class RemoteVerbs(Opened):
 
     def fetch(
         self,
-        remote: str | None = None,
+        remote: str | PathLike[str] | None = None,
         branches: str | Sequence[str] = (),
         *,
         commits: str | Sequence[str] = (),
@@ -90,8 +90,10 @@ class RemoteVerbs(Opened):
         """Bring the commits of a remote here; its branch `main` is `origin/main` here.
 
         Args:
-            remote: Its name; `origin`, if not given.
-            branches: Patterns of its branches; if none is given, what its settings say, else all.
+            remote: Its name; `origin`, if not given. Of a URL, a path or a bundle that has no name here, one branch
+                comes, which the revision `FETCH_HEAD` names from then on.
+            branches: Patterns of its branches; if none is given, what its settings say, else all. Without a name: the
+                one branch; its default branch, if not given.
             commits: Revisions whose data was forgotten here, and comes back; a pin keeps each until it is unpinned.
             filter: Patterns of keys ("model/**") whose chunks come, also of commits that are here already; if none is
                 given, what its settings say, and only of commits that come. Of a promisor.
@@ -118,6 +120,7 @@ class RemoteVerbs(Opened):
         remote: str | PathLike[str] | None = None,
         branch: str | None = None,
         *,
+        rebase: bool = False,
         tags: bool | None = None,
         dry_run: bool = False,
         num_threads: int | None = None,
@@ -127,9 +130,13 @@ class RemoteVerbs(Opened):
     ) -> SyncReport:
         """Fetch, then let a branch here go forward to where it is there. No live state changes: check it out.
 
+        A branch that is ahead of the one there is up to date.
+
         Args:
-            remote: A remote's name, a URL or a path; `origin`, if not given.
+            remote: A remote's name, a URL, a path, or a bundle; `origin`, if not given.
             branch: Which; the one that is checked out, else the default branch, if not given.
+            rebase: Where both sides have commits of their own, make those here anew on top of theirs: the same states,
+                messages, steps and metrics, without signatures. The first names in its lineage what it came from.
             tags: All (True), none (False), or those of commits that are here then.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
@@ -144,7 +151,7 @@ class RemoteVerbs(Opened):
         request = FetchRequest(
             remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress), memory_bytes=memory_bytes
         )
-        return pull(self._handle, request, branch=branch)
+        return pull(self._handle, request, branch=branch, rebase=rebase)
 
     def create_bundle(
         self, path: str | PathLike[str], refs: str | Sequence[str] = (), *, since: Sequence[Revision] = (),
@@ -242,6 +249,24 @@ class RemoteVerbs(Opened):
         from cas_ckpt.ops.refs import named
 
         return named(self._handle, RefKind.REMOTE)
+
+    def tracked_branches(self) -> dict[str, Tracked]:
+        """Branch -> how many commits it and the branch of the same name of `origin`, or of the only remote, lack."""
+        from cas_ckpt.ops.sync.remotes import tracked_branches
+
+        return tracked_branches(self._handle)
+
+    def ls_remote(self, remote: str | PathLike[str] | None = None) -> dict[str, str]:
+        """Whole name of each branch and tag of another repository or bundle -> the commit that it names now there.
+
+        Args:
+            remote: A remote's name, a URL, a path or a bundle; `origin`, if not given.
+        Raises:
+            NotFoundError: there is no such remote.
+        """
+        from cas_ckpt.ops.sync.remotes import list_remote
+
+        return list_remote(self._handle, remote)
 
     def add_remote(
         self, name: str, url: str | PathLike[str], *, fetch: str | Sequence[str] = (),

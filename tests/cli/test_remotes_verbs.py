@@ -92,3 +92,51 @@ def test_what_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
     assert "run.bundle: there is no such file" in call("-C", here, "bundle", "list", tmp_path / "run.bundle").err
     assert "a URL has '://'" in call("-C", here, "remote", "add", "bucket", "s3:/bucket/run").err
     assert "nothing is kept of 's3://b/x'" in call("cache", "clear", "s3://b/x", CAS_CKPT_CACHE=str(tmp_path / "c")).err
+
+
+def test_branches_status_and_pull_say_how_far_apart_the_two_sides_are(tmp_path: Path) -> None:
+    there = made(tmp_path / "there", 0, 1)
+    ok("clone", there, tmp_path / "clone")
+    clone = str(tmp_path / "clone")
+    assert ok("-C", clone, "status").splitlines()[0] == "On branch main, up to date with origin/main"
+    assert ok("-C", clone, "pull") == "Everything up to date\n"
+    with Repository.open(clone) as repo:
+        commit(repo._handle, {"w": weights(5)}, message="of the clone")
+    assert ok("-C", clone, "status").splitlines()[0] == "On branch main, ahead of origin/main by 1 commit"
+    assert ok("-C", clone, "pull") == "Everything up to date\n"
+    with Repository.open(there) as repo:
+        commit(repo._handle, {"w": weights(6)})
+        commit(repo._handle, {"w": weights(7)})
+    ok("-C", clone, "fetch")
+    apart = "diverged from origin/main: 1 commit here, 2 commits there"
+    assert ok("-C", clone, "status").splitlines()[0] == f"On branch main, {apart}"
+    listed = ok("-C", clone, "branch", "-a", "-v").splitlines()
+    assert [line.split()[:2] for line in listed] == [["*", "main"], ["origin/main", listed[1].split()[1]]]
+    assert f"[{apart}] of the clone" in listed[0]
+    assert ok("-C", clone, "branch", "-r").split()[0] == "origin/main"
+    ran = call("-C", clone, "pull")
+    assert (ran.code, "cas-ckpt pull --rebase" in ran.err) == (14, True)
+    assert call("-C", clone, "push").code == 14
+    assert "rebased" in ok("-C", clone, "pull", "--rebase", "-n")
+    assert ok("-C", clone, "pull", "--rebase").splitlines()[-2].split()[:2] == ["+", "main"]
+    ok("-C", clone, "push")
+    assert ok("-C", there, "log", "--oneline").splitlines()[0].endswith("of the clone")
+    assert call("-C", clone, "branch", "-a", "new").code == 2
+
+
+def test_ls_remote_lists_what_is_there_now(tmp_path: Path) -> None:
+    there = made(tmp_path / "there", 0)
+    here = made(tmp_path / "here")
+    head = ok("-C", there, "resolve").strip()
+    assert ok("-C", here, "ls-remote", there) == f"{head}  refs/heads/main\n"
+    assert call("-C", here, "ls-remote").code == 15
+
+
+def test_a_tag_that_moved_there_ends_a_pull_with_3(tmp_path: Path) -> None:
+    there = made(tmp_path / "there", 0, 1)
+    ok("-C", there, "tag", "v1", "main~1")
+    ok("clone", there, tmp_path / "clone")
+    ok("-C", there, "tag", "--force", "v1", "main")
+    ran = call("-C", tmp_path / "clone", "pull")
+    assert (ran.code, ran.out.splitlines()[1].split()[:3]) == (3, ["!", "tags/v1", "rejected:"])
+    assert call("-C", tmp_path / "clone", "fetch", "--force").code == 0

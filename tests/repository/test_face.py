@@ -313,9 +313,11 @@ def test_public_methods_are_these() -> None:
         "restores", "set_policy", "set_signers", "shards", "show", "signed_bytes", "signers",
         "sql", "stats", "status", "tag", "tag_messages", "tags",
             "set_default_branch", "undelete_branch",
-        "add_remote", "clone", "fetch", "pull", "push", "push_failures", "remote_branches", "remotes", "remove_remote",
+        "add_remote", "clone", "fetch", "ls_remote", "pull", "push", "push_failures", "remote_branches", "remotes",
+        "remove_remote",
         "rename_remote",
-        "set_remote", "create_bundle", "unbundle", "verify_bundle", "push_pending", "unpushed", "wait_pushed",
+        "set_remote", "create_bundle", "unbundle", "verify_bundle", "push_pending", "tracked_branches",
+        "unpushed", "wait_pushed",
         "undelete_pin", "undelete_tag", "unique", "unpin", "url", "verify",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)

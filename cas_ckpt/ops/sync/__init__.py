@@ -3,7 +3,8 @@
     1. remotes.py: other repositories by name; which refs of ours and theirs go together
     2. missing.py: what one side lacks of the other's commits
     3. send.py: copies it, and moves refs at the end
-    4. push.py and fetch.py (with pull and clone): who sends to whom, and which refs
+    4. push.py and fetch.py (with pull and clone): who sends to whom, and which refs; rebase.py: commits put on top of
+       those of the other side. opened.py opens the other repository, or a bundle
     5. bundle.py: the same through a file, bundle_file.py
     6. tier.py: pushes in the background; waiting.py: what they have not brought there yet
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cas_ckpt.core.config import Config, read_config
+from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with, read_graph
@@ -23,13 +23,12 @@ from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve, revision_texts
 from cas_ckpt.core.settings import check_remote_name
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.index.database import IN_MEMORY
-from cas_ckpt.index.index import Index
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
 from cas_ckpt.ops.sync.fetch import may_come
+from cas_ckpt.ops.sync.opened import handle_on, opened_bundle, require_prerequisites
 from cas_ckpt.ops.sync.push import PushRequest, updates_of
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress, phase
@@ -87,7 +86,7 @@ def create_bundle(
         config = Config(new_store_id(), handle.config.default_branch, handle.config.encoding, handle.config.pack_bytes)
         write_config(writer, config)
         options = SendOptions("bundle", num_threads=1, progress=progress, assumed=assumed)
-        with closing(_handle_on(writer, config)) as target:
+        with closing(handle_on(writer, config)) as target:
             report = send(handle, target, updates, options, near=handle)
             num_bytes = writer.finish(needed)
     finally:
@@ -97,26 +96,13 @@ def create_bundle(
     return BundleInfo(str(place), named, wanted, report.num_commits, report.num_packs, num_bytes)
 
 
-@contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BundleStore, RepositoryHandle]]:
-    with closing(BundleStore(path)) as store, closing(_handle_on(store, read_config(store))) as source:
-        source.sync()
-        if source.damaged:
-            raise CorruptionError(f"{store.url}: {next(iter(source.damaged.values()))}: copy the file again")
-        yield store, source
-
-
-def _handle_on(store: Store, config: Config) -> RepositoryHandle:
-    return RepositoryHandle(store, config, Index.open(IN_MEMORY, store_id=config.store_id))
-
-
 def read_bundle(path: str | os.PathLike[str]) -> BundleInfo:
     """What a bundle says that it carries.
 
     Raises:
         NotFoundError: there is no such file. CorruptionError: it is not a whole bundle.
     """
-    with _opened(path) as (store, source):
+    with opened_bundle(path) as (store, source):
         return _info(store, source)
 
 
@@ -141,8 +127,8 @@ def take_bundle(
         NotFoundError: it needs commits that are not here. ConflictError: a branch here has commits of its own, or a
             tag names another commit. CorruptionError: it is damaged, or was changed.
     """
-    with _opened(path) as (store, source):
-        _require_prerequisites(handle, store)
+    with opened_bundle(path) as (store, source):
+        require_prerequisites(handle, store)
         updates = []
         own = {(ref.kind, ref.name) for ref in handle.refs.list(RefKind.BRANCH, RefKind.TAG)}
         for ref in source.refs.list(RefKind.BRANCH, RefKind.TAG, RefKind.PIN):
@@ -156,18 +142,6 @@ def take_bundle(
         return replace(send(source, handle, updates, options, near=handle), url=store.url)
 
 
-def _require_prerequisites(handle: RepositoryHandle, store: BundleStore) -> None:
-    lacking = [one for one in store.prerequisites if one not in read_graph(handle)]
-    if lacking:
-        handle.sync()
-        lacking = [one for one in lacking if one not in read_graph(handle)]
-    if lacking:
-        raise NotFoundError(
-            f"{store.url} continues from commit {short(lacking[0])}, which is not here ({len(lacking)} of "
-            f"{len(store.prerequisites)} are not): take the bundle before it first"
-        )
-
-
 def verify_bundle(
     handle: RepositoryHandle, path: str | os.PathLike[str], *, num_threads: int | None = None,
     progress: Progress = SILENT,
@@ -177,8 +151,8 @@ def verify_bundle(
     Raises:
         CorruptionError: it is damaged. NotFoundError: it needs commits that are not here, or lacks something.
     """
-    with _opened(path) as (store, source):
-        _require_prerequisites(handle, store)
+    with opened_bundle(path) as (store, source):
+        require_prerequisites(handle, store)
         bad: list[BadExtent] = []
         with phase(progress, "verifying", store.size_bytes):
             verify_units(

@@ -1,11 +1,12 @@
 """fetch, pull, clone: commits of another repository come here.
 
-    fetch  its branches become remote-tracking branches here (`origin/main`); tags come along
-    pull   fetch, then the branch here goes forward to the one there
+    fetch  its branches become remote-tracking branches here (`origin/main`); tags come along. Of a place that has no
+           name here one branch comes, which FETCH_HEAD names
+    pull   fetch, then the branch here goes forward to the one there, or (rebase.py) its commits are put on top
     clone  a new repository with the settings of the other one; fetch; its default branch begins here
 
-Invariant: nothing that a branch here names is lost: branches move forward only. What comes in is verified on its way,
-whatever the other side says (send.py).
+Invariant: nothing that a branch here names is lost: branches move forward, or are rebased. What comes in is verified on
+its way, whatever the other side says (send.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, other_meaning, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.objects.digest import short
-from cas_ckpt.ops.sync.remotes import ORIGIN, add_remote, check_promisor, is_wanted, opened, remote_named
-from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.sync.opened import opened, require_whole
+from cas_ckpt.ops.sync.rebase import rebase as rebase_branch
+from cas_ckpt.ops.sync.remotes import FETCH_HEAD, ORIGIN, add_remote, check_promisor, is_wanted, remote_named
+from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
@@ -89,17 +92,39 @@ def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
     """
     name, url, remote = remote_named(handle, request.remote)
     if name is None or remote is None:
-        raise InvalidInputError(
-            f"{without_secrets(url)} has no name here, under which its branches could be remembered: add a remote"
-        )
+        return _fetch_head(handle, url, request)
     if request.filter and not remote.promisor:
         raise InvalidInputError(
             f"remote {name!r} is not to keep what a filter leaves there: say so first "
             f"(repo.set_remote({name!r}, promisor=True)), or fetch without one"
         )
     request = replace(request, filter=request.filter or remote.filter, widen=bool(request.filter))
-    with opened(url, read_only=True, cache=handle.cache_place) as other:
+    with opened(url, read_only=True, cache=handle.cache_place, taker=handle) as other:
         return replace(_fetch(handle, other, name, request, request.branches or remote.fetch), url=other.store.url)
+
+
+def _fetch_head(handle: RepositoryHandle, url: str, request: FetchRequest) -> SyncReport:
+    """Bring one branch of a repository or bundle that has no name here; `FETCH_HEAD` names it then, as in git."""
+    if request.filter or request.commits or request.prune or len(request.branches) > 1:
+        raise InvalidInputError(
+            f"{without_secrets(url)} has no name here: of it one branch comes, which FETCH_HEAD names then; for more, "
+            'give it a name (repo.add_remote("NAME", URL))'
+        )
+    with opened(url, read_only=True, cache=handle.cache_place, taker=handle) as other:
+        branch = next(iter(request.branches), other.config.default_branch)
+        theirs = _branch_there(other, branch)
+        updates = [RefUpdate(RefKind.REMOTE, FETCH_HEAD, theirs, force=True)]
+        report = _send_with_tags(handle, other, updates, list(other.refs.list(RefKind.TAG)), [theirs], request)
+        return replace(report, url=other.store.url)
+
+
+def _branch_there(other: RepositoryHandle, branch: str) -> Digest:
+    """The commit that a branch of the other side names. Raises NotFoundError if there is none."""
+    found = branch_target(other, branch)
+    if found is not None:
+        return found
+    similar = did_you_mean(branch, (ref.name for ref in other.refs.list(RefKind.BRANCH) if ref.target is not None))
+    raise NotFoundError(f"there is no branch {branch!r} at {other.store.url}{similar}")
 
 
 def _fetch(
@@ -110,36 +135,45 @@ def _fetch(
     if request.branches and not branches:
         raise NotFoundError(f"no branch of {other.store.url} is called {', '.join(request.branches)}")
     updates = [RefUpdate(RefKind.REMOTE, f"{name}/{ref.name}", ref.target, force=True) for ref in branches]
-    updates += _tags(handle, other, theirs, branches, request)
-    for digest in dict.fromkeys(resolve(handle, revision) for revision in request.commits):
-        updates.append(RefUpdate(RefKind.PIN, f"{name}-{short(digest)}", digest, note=f"fetched from {name}"))
+    wanted = dict.fromkeys(resolve(handle, revision) for revision in request.commits)
+    updates += [RefUpdate(RefKind.PIN, f"{name}-{short(one)}", one, note=f"fetched from {name}") for one in wanted]
     if request.prune:
         there = {f"{name}/{ref.name}" for ref in theirs if ref.kind is RefKind.BRANCH}
         gone = [ref for ref in handle.refs.list(RefKind.REMOTE) if ref.name.startswith(f"{name}/")]
         updates += [RefUpdate(RefKind.REMOTE, ref.name, None) for ref in gone if ref.name not in there]
-    return send(other, handle, updates, request.options, near=handle)
+    heads = [ref.target for ref in branches if ref.target is not None]
+    return _send_with_tags(handle, other, updates, theirs, heads, request)
 
 
-def _tags(
-    handle: RepositoryHandle, other: RepositoryHandle, theirs: Sequence[Ref], branches: Sequence[Ref],
-    request: FetchRequest,
-) -> list[RefUpdate]:  # fmt: skip
-    """Tags that come along; one that names another commit here stays as it is here, unless that is forced."""
-    wanted = request.tags
-    tags = [ref for ref in theirs if ref.kind is RefKind.TAG]
-    if wanted is False or not tags:
-        return []
-    if wanted is None:
-        heads = [ref.target for ref in branches if ref.target is not None]
+def _send_with_tags(
+    handle: RepositoryHandle, other: RepositoryHandle, updates: Sequence[RefUpdate], theirs: Sequence[Ref],
+    heads: Sequence[Digest], request: FetchRequest,
+) -> SyncReport:  # fmt: skip
+    """Bring `updates`, and the tags that come along.
+
+    A tag that names another commit here, or whose name is a branch's here, stays as it is, unless that is forced: it is
+    rejected, as by git.
+    """
+    tags = [ref for ref in theirs if ref.kind is RefKind.TAG and ref.target is not None and request.tags is not False]
+    if tags and request.tags is None:
         coming = graph_with(other, heads).reached(heads) | read_graph(handle).commits.keys()
         tags = [ref for ref in tags if ref.target in coming]
-    own = {ref.name for ref in handle.refs.list(RefKind.TAG, RefKind.BRANCH)}
-    if request.force:
-        own = {ref.name for ref in handle.refs.list(RefKind.BRANCH)}
-    return [
-        RefUpdate(ref.kind, ref.name, ref.target, request.force, note=ref.note, signature=ref.signature)
-        for ref in tags if ref.name not in own and (request.force or may_come(handle, other, ref))
-    ]  # fmt: skip
+    own = {(ref.kind, ref.name): ref for ref in handle.refs.list(RefKind.TAG, RefKind.BRANCH) if ref.target is not None}
+    taken, rejected = [], []
+    for ref in tags:
+        known = own.get((RefKind.TAG, ref.name))
+        if known is not None and known.target == ref.target:
+            continue
+        is_free = known is None and may_come(handle, other, ref)
+        if (RefKind.BRANCH, ref.name) not in own and (request.force or is_free):
+            taken.append(
+                RefUpdate(ref.kind, ref.name, ref.target, request.force, note=ref.note, signature=ref.signature)
+            )
+        else:
+            here = None if known is None else known.target
+            rejected.append(MovedRef(f"{ref.kind.value}{ref.name}", _hex(here), _hex(ref.target), Moved.REJECTED))
+    report = send(other, handle, [*updates, *taken], request.options, near=handle)
+    return replace(report, refs=(*report.refs, *rejected))
 
 
 def may_come(handle: RepositoryHandle, other: RepositoryHandle, ref: Ref) -> bool:
@@ -153,11 +187,14 @@ def may_come(handle: RepositoryHandle, other: RepositoryHandle, ref: Ref) -> boo
     return meaning is None
 
 
-def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None = None) -> SyncReport:
+def pull(
+    handle: RepositoryHandle, request: FetchRequest, *, branch: str | None = None, rebase: bool = False
+) -> SyncReport:
     """Fetch, then let the branch here go forward to the one of the same name there.
 
     Args:
         branch: That of this repository, begun if it is not there; None: the one that is checked out.
+        rebase: Where both sides have commits of their own, those of this side are made anew on top of theirs.
     Raises:
         ConflictError: both sides have commits that the other has not; what was fetched stays.
         NotFoundError: the other side has no such branch.
@@ -166,40 +203,48 @@ def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None 
     name, url, remote = remote_named(handle, request.remote)
     if remote is not None:
         request = replace(request, filter=request.filter or remote.filter)
-    with opened(url, read_only=True, cache=handle.cache_place) as other:
-        theirs = other.refs.get(RefKind.BRANCH, own).target
-        if theirs is None:
-            raise NotFoundError(f"there is no branch {own!r} at {other.store.url}")
+    with opened(url, read_only=True, cache=handle.cache_place, taker=handle) as other:
+        theirs = _branch_there(other, own)
         there = other.store.url
-        if name is None or remote is None:
-            report = SyncReport(there, dry_run=request.dry_run)
-            source = other
-        else:
+        source = other
+        report = SyncReport(there, dry_run=request.dry_run)
+        if name is not None and remote is not None:
             report = _fetch(handle, other, name, request, request.branches or (*remote.fetch, own))
             source = other if request.dry_run else handle
-        update = RefUpdate(RefKind.BRANCH, own, theirs)
-        _require_forward(handle, source, update, there)
-        moved = send(source, handle, [update], replace(request.options, action="pull"), near=handle)
-    return replace(report if name is not None else moved, url=there, refs=(*report.refs, *moved.refs))
+        options = replace(request.options, action="pull")
+        ours = branch_target(handle, own)
+        how = _standing(handle, source, ours, theirs)
+        if how in (Moved.NEW, Moved.FORWARD):
+            came = send(source, handle, [RefUpdate(RefKind.BRANCH, own, theirs)], options, near=handle)
+            return replace(report if name else came, url=there, refs=(*report.refs, *came.refs))
+        moved = MovedRef(f"{RefKind.BRANCH.value}{own}", _hex(ours), _hex(ours), Moved.SAME)
+        if how is Moved.REBASED and ours is not None:
+            if not rebase:
+                raise ConflictError(
+                    f"branch {own!r} is at {short(ours)} here and at {short(theirs)} at {there}, and neither follows "
+                    "the other: put the commits here on top of those there (repo.pull(rebase=True)), or push them "
+                    f'under another name ("{own}:NAME")'
+                )
+            moved = replace(moved, new=None, how=how)
+            if not request.dry_run:
+                if not name:
+                    head = RefUpdate(RefKind.REMOTE, FETCH_HEAD, theirs, force=True)
+                    send(source, handle, [head], options, near=handle)
+                moved = rebase_branch(handle, own, ours, theirs)
+        return replace(report, url=there, refs=(*report.refs, moved))
 
 
-def _require_forward(handle: RepositoryHandle, source: RepositoryHandle, update: RefUpdate, url: str) -> None:
-    try:
-        ours = handle.refs.get(RefKind.BRANCH, update.name).target
-    except NotFoundError:
-        return
-    theirs = update.target
-    if ours is None or theirs is None or ours in graph_with(source, [theirs]).reached([theirs]):
-        return
-    if theirs in read_graph(handle).reached([ours]):
-        raise ConflictError(
-            f"branch {update.name!r} has commits that {url} has not: there is nothing to pull, push them (repo.push)"
-        )
-    raise ConflictError(
-        f"branch {update.name!r} is at {short(ours)} here and at {short(theirs)} at {url}, and neither follows the "
-        f'other: push ours under another name ("{update.name}:NAME"), then let the branch follow the other side: '
-        f'repo.branch("{update.name}", start="{short(theirs)}", force=True)'
-    )
+def _standing(handle: RepositoryHandle, source: RepositoryHandle, ours: Digest | None, theirs: Digest) -> Moved:
+    """What a pull does to the branch at `ours`; REBASED: each side has commits that the other has not."""
+    if ours is None or ours == theirs:
+        return Moved.NEW if ours is None else Moved.SAME
+    if ours in graph_with(source, [theirs]).reached([theirs]):
+        return Moved.FORWARD
+    return Moved.SAME if theirs in read_graph(handle).reached([ours]) else Moved.REBASED
+
+
+def _hex(digest: Digest | None) -> str | None:
+    return None if digest is None else digest.hex()
 
 
 def clone(
@@ -223,6 +268,7 @@ def clone(
         with closing(open_store(target)) as store:
             check_promisor(store, True)
     with opened(place, read_only=True, cache=cache) as other:
+        require_whole(other)
         begins = _branch_that_begins(other, request, branch)  # before anything is made
         origin = Remote(ORIGIN, place, promisor=bool(request.filter), filter=tuple(request.filter))
         made = _begun(target, origin, replace(other.config, default_branch=begins), cache)

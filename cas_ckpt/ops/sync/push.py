@@ -23,7 +23,8 @@ from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, named_ref, resolve
 from cas_ckpt.errors import AmbiguousIdError, CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.sync.remotes import is_wanted, opened, parse_refspec, remember, remote_named, whole_name
+from cas_ckpt.ops.sync.opened import opened
+from cas_ckpt.ops.sync.remotes import is_wanted, parse_refspec, remember, remote_named, whole_name
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
 
@@ -76,6 +77,7 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
         memory_bytes=request.memory_bytes,
     )  # fmt: skip
     with opened(url, read_only=request.dry_run, cache=handle.cache_place) as other:
+        updates = [_as_there(other, update, request) for update in updates]
         _check_deletions(updates, other)
         _check_new_tags(updates, other, handle)
         report = send(handle, other, updates, options, near=handle)
@@ -163,6 +165,31 @@ def _leased(handle: RepositoryHandle, update: RefUpdate, request: PushRequest, n
         except NotFoundError:
             expected = None
     return replace(update, force=True, expected=expected)
+
+
+def _as_there(other: RepositoryHandle, update: RefUpdate, request: PushRequest) -> RefUpdate:
+    """A deletion of a plain name is that of the branch or of the tag that is called so there, as in git.
+
+    Raises:
+        InvalidInputError: both are there.
+    """
+    if update.target is not None or not {update.name, f":{update.name}"} & {*request.delete, *request.refs}:
+        return update
+    kinds = [ref.kind for kind in (RefKind.BRANCH, RefKind.TAG) if (ref := _there(other, kind, update.name))]
+    if len(kinds) > 1:
+        raise InvalidInputError(
+            f"{update.name!r} is a branch and a tag of {other.store.url}: say refs/heads/{update.name} or "
+            f"refs/tags/{update.name}"
+        )
+    return replace(update, kind=kinds[0]) if kinds else update
+
+
+def _there(other: RepositoryHandle, kind: RefKind, name: str) -> Ref | None:
+    try:
+        ref = other.refs.get(kind, name)
+    except NotFoundError:
+        return None
+    return None if ref.target is None else ref
 
 
 def _check_deletions(updates: Sequence[RefUpdate], other: RepositoryHandle) -> None:

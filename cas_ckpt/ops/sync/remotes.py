@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.host_cache import AUTO
-from cas_ckpt.core.live import live_sets, promised_commits, promisors, read_graph
+from cas_ckpt.core.live import graph_with, live_sets, promised_commits, promisors, read_graph
 from cas_ckpt.core.publish import take_away
 from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import REFS, Ref, RefKind, check_name, check_new_name
@@ -38,8 +36,12 @@ from cas_ckpt.core.settings import (
 from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
 from cas_ckpt.index import liveness
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.sync.opened import opened
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
 from cas_ckpt.storage.store import Store
+
+FETCH_HEAD = "FETCH_HEAD"
+"""Names what was fetched last from a place that has no name here, as in git."""
 
 ORIGIN = "origin"
 """The remote that is meant where none is named; what `clone` calls the one that it copied."""
@@ -84,6 +86,47 @@ def _of(remote: str, refs: Sequence[Ref]) -> list[Ref]:
 
 def _branch_of(remote: str, ref: Ref) -> str:
     return ref.name.removeprefix(f"{remote}/")
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """How a branch here stands to the branch of the same name of a remote, as that was when it was last asked.
+
+    Attributes:
+        remote_branch: `origin/main`.
+        ahead, behind: Commits that only the branch here, or only the one there leads to.
+    """
+
+    remote_branch: str
+    ahead: int
+    behind: int
+
+
+def tracked_branches(handle: RepositoryHandle, names: Sequence[str] | None = None) -> dict[str, Tracked]:
+    """Branch -> how it stands to that of `origin`, or of the only remote; of branches that are known there.
+
+    Args:
+        names: Of these branches; None: of all.
+    """
+    remotes = [remote.name for remote in read_settings(handle.store).remotes]
+    remote = ORIGIN if ORIGIN in remotes else remotes[0] if len(remotes) == 1 else None
+    if remote is None:
+        return {}
+    heads = {(ref.kind, ref.name): ref.target for ref in handle.refs.list(RefKind.BRANCH, RefKind.REMOTE) if ref.target}
+    found = {}
+    for (kind, name), ours in heads.items():
+        theirs = heads.get((RefKind.REMOTE, f"{remote}/{name}"))
+        if kind is RefKind.BRANCH and theirs is not None and (names is None or name in names):
+            found[name] = Tracked(f"{remote}/{name}", *_apart(handle, ours, theirs))
+    return found
+
+
+def _apart(handle: RepositoryHandle, ours: Digest, theirs: Digest) -> tuple[int, int]:
+    if ours == theirs:
+        return 0, 0
+    graph = graph_with(handle, [ours, theirs])
+    here, there = graph.reached([ours]), graph.reached([theirs])
+    return len(here - there), len(there - here)
 
 
 def add_remote(
@@ -238,28 +281,22 @@ def remote_named(
     named = next((remote for remote in settings.remotes if remote.name == text), None)
     if named is not None:
         return named.name, named.place, named
-    if given is None or (isinstance(given, str) and "/" not in text and not os.path.isdir(text)):
+    if given is None or (isinstance(given, str) and "/" not in text and not os.path.exists(text)):
         settings.remote(text)  # raises, and says which there are
     return None, check_url(text), None
-
-
-@contextmanager
-def opened(url: str, *, read_only: bool, cache: str | os.PathLike[str] | None = AUTO) -> Iterator[RepositoryHandle]:
-    """The repository at `url`, for as long as the block takes.
-
-    Args:
-        cache: As for `RepositoryHandle.open`; `cache_place` of the repository on whose behalf it is opened.
-    """
-    other = RepositoryHandle.open(url, read_only=read_only, cache=cache)
-    try:
-        yield other
-    finally:
-        other.close()
 
 
 def is_wanted(branch: str, patterns: Sequence[str]) -> bool:
     """Whether one of the patterns matches; without patterns all are wanted."""
     return not patterns or any(fnmatchcase(branch, pattern) for pattern in patterns)
+
+
+def list_remote(handle: RepositoryHandle, remote: str | os.PathLike[str] | None = None) -> dict[str, str]:
+    """Whole name of each branch and tag of another repository -> the commit that it names there, as it is asked now."""
+    _, url, _ = remote_named(handle, remote)
+    with opened(url, read_only=True, cache=handle.cache_place) as other:
+        refs = list(other.refs.list(RefKind.BRANCH, RefKind.TAG))
+    return {f"{ref.kind.value}{ref.name}": ref.target.hex() for ref in refs if ref.target is not None}
 
 
 _REFSPEC = re.compile(r"(?P<force>\+?)(?P<source>[^:+]*)(?P<colon>:?)(?P<target>[^:]*)\Z")

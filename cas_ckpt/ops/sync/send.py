@@ -56,6 +56,8 @@ class Moved(StrEnum):
     FORCED = "forced"
     SAME = "up to date"
     DELETED = "deleted"
+    REBASED = "rebased"
+    REJECTED = "rejected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +315,8 @@ class _Sending:
                 "which this commit does not follow" if old is not None and old in graph else "which is not known here"
             )
             raise ConflictError(
-                f"{where} is at {_shown(old)}, {known}: fetch that first, and commit on top of it; or replace it with "
-                "force=True"
+                f"{where} is at {_shown(old)}, {known}: put the commits here on top of it "
+                "(repo.pull(rebase=True)), push under another name, or replace it with force=True"
             )
         self.moved[update.key] = MovedRef(update.key, _hex(old), _hex(new), how)
         return how

@@ -188,3 +188,39 @@ def test_a_bundle_with_odd_prerequisites_is_refused_before_memory_is_taken(
     path.write_bytes(header + directory + trailer + blake3(trailer).digest(length=bundle_file.CHECK_BYTES))
     with pytest.raises(CorruptionError, match="odd form"):
         BundleStore(path)
+
+
+def test_a_bundle_is_fetched_pulled_and_cloned_like_a_repository(here: Repository, tmp_path: Path) -> None:
+    whole, second = tmp_path / "all.bundle", tmp_path / "second.bundle"
+    here.create_bundle(whole, ["main", "v1"])
+    with Repository.clone(whole, tmp_path / "clone") as clone:
+        require_same(here._handle, clone._handle, "main")
+        assert clone.tags() == here.tags()
+        assert clone.remotes()[0].url == str(whole)
+        assert clone.ls_remote() == {"refs/heads/main": here.resolve("main"), "refs/tags/v1": here.resolve("v1")}
+        before = here.resolve("main")
+        commit(here._handle, {"w": weights(9)})
+        here.create_bundle(second, "main", since=[before])
+        assert clone.pull(second).num_commits == 1
+        require_same(here._handle, clone._handle, "main")
+    require_sound(str(tmp_path / "clone"))
+    with Repository.init(tmp_path / "third") as third:
+        third.fetch(whole)
+        assert third.resolve("FETCH_HEAD") == before
+        with pytest.raises(InvalidInputError, match="is a file"):
+            here.push(whole)
+    with Repository.init(tmp_path / "fourth") as fourth, pytest.raises(NotFoundError, match="continues from commit"):
+        fourth.fetch(second)
+    with pytest.raises(NotFoundError, match="continues from commit"):
+        Repository.clone(second, tmp_path / "fifth")
+    assert not (tmp_path / "fifth").exists()
+
+
+def test_a_damaged_bundle_is_refused_by_fetch_and_clone(here: Repository, tmp_path: Path) -> None:
+    path = tmp_path / "all.bundle"
+    here.create_bundle(path, "main")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with Repository.init(tmp_path / "there") as there, pytest.raises(CorruptionError):
+        there.fetch(path)
+    with pytest.raises(CorruptionError):
+        Repository.clone(path, tmp_path / "clone")

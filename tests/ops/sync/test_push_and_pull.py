@@ -258,8 +258,81 @@ def test_a_pull_moves_the_branch_forward(pair: Pair) -> None:
     }  # fmt: skip
     require_same(pair.ours, pair.theirs, "main")
     commit(pair.ours, items(3))
-    with pytest.raises(ConflictError, match="nothing to pull"):
-        pair.here.pull()
+    head = pair.here.resolve("main")
+    assert [ref.how for ref in pair.here.pull().refs] == [Moved.SAME, Moved.SAME]  # ahead: there is nothing to pull
+    assert pair.here.resolve("main") == head
+
+
+def test_a_place_without_a_name_is_fetched_into_fetch_head(pair: Pair) -> None:
+    commit(pair.theirs, items(0))
+    commit(pair.theirs, items(1), branch="ft")
+    pair.there.tag("v1", "ft")
+    with Repository.init(pair.folder / "third") as third:
+        report = third.fetch(pair.folder / "there", "ft")
+        assert [(ref.ref, ref.how) for ref in report.refs] == [
+            ("refs/remotes/FETCH_HEAD", Moved.NEW), ("refs/tags/v1", Moved.NEW),
+        ]  # fmt: skip
+        assert third.resolve("FETCH_HEAD") == pair.there.resolve("ft")
+        third.branch("mine", start="FETCH_HEAD")
+        third.fetch(pair.there.url)
+        assert third.resolve("FETCH_HEAD") == pair.there.resolve("main")
+        require_same(third._handle, pair.theirs, "FETCH_HEAD", "main")
+        with pytest.raises(NotFoundError, match=r"no branch 'mian' at .* \(did you mean 'main'\?\)"):
+            third.fetch(pair.there.url, "mian")
+        with pytest.raises(InvalidInputError, match="give it a name"):
+            third.fetch(pair.there.url, ["main", "ft"])
+    require_sound(str(pair.folder / "third"))
+
+
+def test_a_tag_that_moved_there_is_rejected_and_the_rest_comes(pair: Pair) -> None:
+    commit(pair.theirs, items(0))
+    pair.there.tag("v1")
+    pair.here.pull()
+    was = pair.here.resolve("v1")
+    commit(pair.theirs, items(1))
+    pair.there.tag("v1", force=True)
+    report = pair.here.pull()
+    assert {ref.ref: ref.how for ref in report.refs}["refs/tags/v1"] is Moved.REJECTED
+    assert (pair.here.resolve("v1"), pair.here.resolve("main")) == (was, pair.there.resolve("main"))
+    assert [ref.how for ref in pair.here.fetch(force=True).refs if ref.ref == "refs/tags/v1"] == [Moved.FORCED]
+    assert pair.here.resolve("v1") == pair.there.resolve("v1")
+    assert "refs/tags/v1" not in {ref.ref for ref in pair.here.fetch().refs}
+
+
+def test_a_tag_of_the_other_side_is_deleted_by_its_plain_name(pair: Pair) -> None:
+    commit(pair.ours, items(0))
+    pair.here.tag("v1")
+    pair.here.tag("v2")
+    pair.here.push(tags=True, all_branches=True)
+    pair.here.push(delete="v1")
+    pair.here.push("origin", ":v2")
+    assert pair.there.tags() == {}
+    with pytest.raises(NotFoundError, match="nothing is to be deleted"):
+        pair.here.push(delete="v1")
+
+
+def test_what_another_repository_has_now_is_listed_without_fetching(pair: Pair) -> None:
+    commit(pair.theirs, items(0))
+    pair.there.tag("v1")
+    head = pair.there.resolve("main")
+    assert pair.here.ls_remote() == {"refs/heads/main": head, "refs/tags/v1": head}
+    assert pair.here.ls_remote(pair.there.url) == pair.here.ls_remote("origin")
+    assert pair.here.remote_branches() == {}
+
+
+def test_how_branches_stand_to_those_of_the_remote_is_counted(pair: Pair) -> None:
+    for step in (0, 1):
+        commit(pair.ours, items(step))
+    pair.here.push()
+    tracked = pair.here.tracked_branches()
+    assert [(each.remote_branch, each.ahead, each.behind) for each in tracked.values()] == [("origin/main", 0, 0)]
+    pair.here.branch("main", start="main~1", force=True)
+    assert (pair.here.tracked_branches()["main"].ahead, pair.here.tracked_branches()["main"].behind) == (0, 1)
+    commit(pair.ours, items(2))
+    commit(pair.ours, items(3), branch="own")
+    tracked = pair.here.tracked_branches()
+    assert (tracked["main"].ahead, tracked["main"].behind) == (1, 1)
+    assert list(tracked) == ["main"]
 
 
 def test_a_fetch_brings_what_matches_and_prunes_what_is_gone(pair: Pair) -> None:
