@@ -74,19 +74,21 @@ def _policy_of(rules: dict[str, Any]) -> Policy:
 @flag("--policy", "stored", help="Apply the rules that the repository carries.")
 @click.option("--branch", "branches", multiple=True, metavar="PATTERN", help="Only these branches; may be repeated.")
 @flag("--gc", "collect", help="Then delete what nothing needs any more, as cas-ckpt gc does.")
+@flag("--verify-tier", help="Read and verify all that tiers hold before the last copy here is given up.")
 @flag("-n", "--dry-run", help="Change nothing, say what would be forgotten and why.")
 @flag("-l", "--long", help="List every commit, not only the youngest ten of each kind.")
 @click.pass_obj
 def forget(
     settings: Settings, /, revisions: tuple[str, ...], stored: bool, branches: tuple[str, ...], collect: bool,
-    dry_run: bool, long: bool, **rules: Any,
+    verify_tier: bool, dry_run: bool, long: bool, **rules: Any,
 ) -> int:  # fmt: skip
     """Forget commits: their data may be deleted, they stay in the log.
 
     By rules: on every branch, what no rule keeps is forgotten. Heads of branches, tags and pins are
     kept always. Days begin at 00:00 UTC, weeks on Mondays. Or by REVISION: these commits.
 
-    Space is given back by the next garbage collection (--gc, cas-ckpt gc).
+    Space is given back by the next garbage collection (--gc, cas-ckpt gc). What a tier is to have is forgotten only if
+    the tier, which is asked, still has it: its refs, and its packs by their sizes; --verify-tier reads them.
     """
     policy = _policy_of(rules)
     if sum((bool(revisions), stored, not policy.is_empty)) != 1:
@@ -95,11 +97,11 @@ def forget(
         raise click.UsageError("--branch is for rules: a revision is forgotten wherever it is")
     with settings.open(read_only=dry_run) as repo:
         if revisions:
-            report = repo.forget(revisions=revisions, dry_run=dry_run, gc=collect)
+            report = repo.forget(revisions=revisions, dry_run=dry_run, gc=collect, verify_tier=verify_tier)
         elif stored:
-            report = repo.apply_policy(branches=branches, dry_run=dry_run, gc=collect)
+            report = repo.apply_policy(branches=branches, dry_run=dry_run, gc=collect, verify_tier=verify_tier)
         else:
-            report = repo.forget(policy, branches=branches, dry_run=dry_run, gc=collect)
+            report = repo.forget(policy, branches=branches, dry_run=dry_run, gc=collect, verify_tier=verify_tier)
     return _show(settings, report, long=long)
 
 

@@ -31,6 +31,7 @@ class UpkeepVerbs(Opened):
         branches: Sequence[str] = (),
         dry_run: bool = False,
         gc: bool = False,
+        verify_tier: bool = False,
         progress: Progress | bool = False,
     ) -> ForgetReport:
         """Forget commits: what no rule of `policy` keeps, or those that `revisions` name.
@@ -44,6 +45,8 @@ class UpkeepVerbs(Opened):
             branches: Patterns: apply the rules to these branches alone.
             dry_run: Write nothing; the report says what would be forgotten, and why the rest is kept.
             gc: Collect garbage afterwards.
+            verify_tier: Read and verify all that tiers hold, before the last copy here is given up. Else they are
+                asked whether they have the commits, by refs and by the sizes of packs.
             progress: Of that collection.
         Raises:
             InvalidInputError: neither rules nor revisions, both, or a revision that a ref names.
@@ -53,12 +56,12 @@ class UpkeepVerbs(Opened):
 
         return forget(
             self._handle, policy, revisions=revisions, branches=branches, dry_run=dry_run, gc=gc,
-            progress=shown(progress),
+            verify_tier=verify_tier, progress=shown(progress),
         )  # fmt: skip
 
     def apply_policy(
         self, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
-        progress: Progress | bool = False,
+        verify_tier: bool = False, progress: Progress | bool = False,
     ) -> ForgetReport:  # fmt: skip
         """Forget what the policy of the repository does not keep; arguments and errors as for `forget`.
 
@@ -67,7 +70,9 @@ class UpkeepVerbs(Opened):
         """
         from cas_ckpt.ops.retention.forget import apply_policy
 
-        return apply_policy(self._handle, branches=branches, dry_run=dry_run, gc=gc, progress=shown(progress))
+        return apply_policy(
+            self._handle, branches=branches, dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=shown(progress)
+        )
 
     def policy(self) -> Retention:
         """The rules that the repository carries, for all branches and by pattern; maybe none."""

@@ -1,7 +1,8 @@
 """forget: commits whose data may go; their own record stays readable in the log.
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
-    f2  decide (ops/retention/rules.py), or take the commits that were named
+    f2  decide (ops/retention/rules.py), or take the commits that were named; of what is to go, tiers are asked whether
+        they still have it (ops/retention/at_tiers.py)
     f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
         reads them once, and answers for that moment)
     f4  write one record of the commits that are forgotten now
@@ -39,6 +40,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.gc.freed import stored_bytes_freed
 from cas_ckpt.ops.history.log import require_metric
+from cas_ckpt.ops.retention.at_tiers import not_at_tiers
 from cas_ckpt.ops.retention.policy import Policy, Retention, read_policy
 from cas_ckpt.ops.retention.rules import Candidate, Line, decide
 from cas_ckpt.progress import SILENT, Progress
@@ -126,8 +128,9 @@ def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, Comm
 
 
 def choose(
-    handle: RepositoryHandle, refs: Sequence[Ref], retention: Retention, branches: Sequence[str]
-) -> list[DecidedCommit]:
+    handle: RepositoryHandle, refs: Sequence[Ref], retention: Retention, branches: Sequence[str], *,
+    verify_tier: bool = False,
+) -> list[DecidedCommit]:  # fmt: skip
     """Every commit that is not forgotten, whether it is kept, and why; arguments as for `forget_by_policy`.
 
     Raises:
@@ -143,7 +146,8 @@ def choose(
     }
     lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
     decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
-    waiting = _not_pushed(handle, refs)
+    going = {decision.commit.id for decision in decisions if not decision.keep}
+    waiting = _not_at_tiers(handle, refs, going, verify_tier=verify_tier)
     return [
         DecidedCommit(
             info_from_row(rows[decision.commit.id]),
@@ -154,12 +158,15 @@ def choose(
     ]
 
 
-def _not_pushed(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[bytes, tuple[str, ...]]:
-    """Commits that a tier does not have yet -> why they stay, in words."""
+def _not_at_tiers(
+    handle: RepositoryHandle, refs: Sequence[Ref], going: Collection[Digest], *, verify_tier: bool
+) -> dict[bytes, tuple[str, ...]]:
+    """Commits of `going` that a tier does not have yet, or not any more -> why they stay, in words."""
     found: dict[bytes, tuple[str, ...]] = {}
     for name, commits in unpushed_by_tier(handle, refs).items():
-        found |= dict.fromkeys(commits, (f"not at {name} yet",))
-    return found
+        found |= dict.fromkeys(commits.intersection(going), (f"not at {name} yet",))
+    asked = [digest for digest in going if digest not in found]
+    return found | {one: (why,) for one, why in not_at_tiers(handle, refs, asked, read_data=verify_tier).items()}
 
 
 def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored: int | None) -> Candidate:
@@ -229,11 +236,13 @@ def forget(
     branches: Sequence[str] = (),
     dry_run: bool = False,
     gc: bool = False,
+    verify_tier: bool = False,
     progress: Progress = SILENT,
 ) -> ForgetReport:
     """Forget what no rule of `policy` keeps, or the commits that `revisions` name.
 
     Args:
+        verify_tier: Of commits that tiers are to have, read all that they hold; else sizes are looked at.
         gc: Collect garbage afterwards; not in a dry run, which says what would be freed instead.
             What is collected is all that nothing needs, not only what was forgotten now.
     Raises:
@@ -247,16 +256,18 @@ def forget(
         raise InvalidInputError("branches are for rules: a revision is forgotten wherever it is")
     collect = gc and not dry_run
     if policy is None:
-        report = forget_revisions(handle, revisions, dry_run=dry_run, measure=not collect)
+        report = forget_revisions(handle, revisions, dry_run=dry_run, measure=not collect, verify_tier=verify_tier)
     else:
         retention = Retention(policy)
-        report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
+        report = forget_by_policy(
+            handle, retention, branches=branches, dry_run=dry_run, measure=not collect, verify_tier=verify_tier
+        )
     return _collected(handle, report, progress) if collect else report
 
 
 def apply_policy(
     handle: RepositoryHandle, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
-    progress: Progress = SILENT,
+    verify_tier: bool = False, progress: Progress = SILENT,
 ) -> ForgetReport:  # fmt: skip
     """Forget what the rules of the repository do not keep.
 
@@ -267,7 +278,9 @@ def apply_policy(
     if retention.is_empty:
         raise InvalidInputError(f"{handle.store.url} has no policy: repo.set_policy(Policy(keep_daily=7)) makes one")
     collect = gc and not dry_run
-    report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
+    report = forget_by_policy(
+        handle, retention, branches=branches, dry_run=dry_run, measure=not collect, verify_tier=verify_tier
+    )
     return _collected(handle, report, progress) if collect else report
 
 
@@ -284,6 +297,7 @@ def forget_by_policy(
     branches: Sequence[str] = (),
     dry_run: bool = False,
     measure: bool = False,
+    verify_tier: bool = False,
 ) -> ForgetReport:
     """Forget what no rule keeps.
 
@@ -307,7 +321,7 @@ def forget_by_policy(
         )
     for _ in range(MAX_LOOKS):
         refs = list(handle.refs.every())  # also the deleted ones: their logs keep what nothing frees yet
-        decided = choose(handle, refs, retention, branches)
+        decided = choose(handle, refs, retention, branches, verify_tier=verify_tier)
         known = {_id_of(one) for one in decided}
         if not dry_run and leads_elsewhere(handle, refs, list(handle.refs.list()), known):
             continue
@@ -320,8 +334,9 @@ def forget_by_policy(
 
 
 def forget_revisions(
-    handle: RepositoryHandle, revisions: Sequence[Revision], *, dry_run: bool = False, measure: bool = False
-) -> ForgetReport:
+    handle: RepositoryHandle, revisions: Sequence[Revision], *, dry_run: bool = False, measure: bool = False,
+    verify_tier: bool = False,
+) -> ForgetReport:  # fmt: skip
     """Forget these commits, wherever they are in the history; arguments as above.
 
     Raises:
@@ -334,11 +349,12 @@ def forget_revisions(
             raise InvalidInputError(
                 f"commit {short(digest)} is {' and '.join(named[digest].refs)}, so it stays: delete or move that first"
             )
-    waiting = _not_pushed(handle, handle.refs.list())
+    before = read_forgotten(handle.store)
+    going = [digest for digest in digests if digest not in before]
+    waiting = _not_at_tiers(handle, list(handle.refs.list()), going, verify_tier=verify_tier)
     for digest in digests:
         if digest in waiting:
-            raise InvalidInputError(f"commit {short(digest)} is {waiting[digest][0]}, so it stays: push it first")
-    before = read_forgotten(handle.store)
+            raise InvalidInputError(f"commit {short(digest)} stays: {waiting[digest][0]}; push it first")
     decided = []
     for digest in digests:
         why = "forgotten already" if digest in before else "asked for"

@@ -171,8 +171,8 @@ def test_a_branch_that_is_made_meanwhile_keeps_what_its_rules_keep(
     decided = forgetting.choose
     made: list[str] = []
 
-    def slowly(*args: Any) -> Any:
-        found = decided(*args)
+    def slowly(*args: Any, **how: Any) -> Any:
+        found = decided(*args, **how)
         if not made:
             made.append("late")
             create_branch(repo, "late", start="main~4")
@@ -189,9 +189,9 @@ def test_refs_that_never_rest_are_a_conflict_and_nothing_is_written(
 ) -> None:
     decided = forgetting.choose
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **how: Any) -> Any:
         create_tag(repo, f"t{secrets.token_hex(4)}x")
-        return decided(*args)
+        return decided(*args, **how)
 
     monkeypatch.setattr(forgetting, "choose", slowly)
     with pytest.raises(ConflictError, match="new refs were made"):
@@ -257,9 +257,9 @@ def test_a_branch_that_only_goes_on_does_not_make_the_choice_begin_again(
 ) -> None:
     choose, choices = forgetting.choose, []
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **how: Any) -> Any:
         choices.append(args)
-        return choose(*args)
+        return choose(*args, **how)
 
     monkeypatch.setattr(forgetting, "choose", watched)
     just_before(monkeypatch, forgetting, "write_forgotten", lambda: on_day(repo, 12, "next"))

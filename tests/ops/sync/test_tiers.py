@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -285,3 +286,89 @@ def test_what_was_forgotten_here_comes_back_from_the_tier(tmp_path: Path) -> Non
     assert here.load("main~2")
     assert here.fsck(read_data=True).ok
     assert there.fsck().ok
+
+
+def _lose_packs(folder: Path, there: Repository) -> None:
+    for pack in (folder / "there" / "packs").rglob("*.data"):
+        pack.unlink()
+
+
+def _cut_packs(folder: Path, there: Repository) -> None:
+    for pack in (folder / "there" / "packs").rglob("*.data"):
+        os.truncate(pack, pack.stat().st_size - 1)
+
+
+def _replace(folder: Path, there: Repository) -> None:
+    shutil.rmtree(folder / "there")
+    Repository.init(folder / "there").close()
+
+
+def _collect(folder: Path, there: Repository) -> None:
+    there.forget(Policy(keep_last=1), gc=True)
+    there.gc(min_age_s=0)
+
+
+def _move_back(folder: Path, there: Repository) -> None:
+    with Repository.open(folder / "there") as again:
+        commit(again._handle, {"w": weights(9)}, branch="other")
+        again.branch("main", start="other", force=True)
+
+
+def _take_away(folder: Path, there: Repository) -> None:
+    shutil.move(folder / "there", folder / "away")
+
+
+def _put_here_in_its_place(folder: Path, there: Repository) -> None:
+    shutil.rmtree(folder / "there")
+    (folder / "there").symlink_to(folder / "here")
+
+
+def _damage(folder: Path, there: Repository) -> None:
+    for pack in (folder / "there" / "packs").rglob("*.data"):
+        data = pack.read_bytes()
+        for step in range(3):
+            data = data.replace(weights(step).tobytes(), bytes(weights(step).nbytes))
+        pack.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("lose", "why"),
+    [
+        (_lose_packs, "some of its data is gone at origin"),
+        (_cut_packs, "some of its data is gone at origin"),
+        (_replace, "no ref at origin leads to it any more"),
+        (_collect, "forgotten at origin, too"),
+        (_move_back, "no ref at origin leads to it any more"),
+        (_take_away, "origin cannot be asked"),
+        (_put_here_in_its_place, "origin is this repository itself"),
+        (_damage, "damaged at origin"),
+    ],
+)
+def test_what_a_tier_had_once_and_has_no_more_is_not_given_up_here(
+    tmp_path: Path, lose: Callable[[Path, Repository], None], why: str
+) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    ids = [commit(here._handle, {"w": weights(step)}).id for step in range(3)]
+    here.push_pending("origin")
+    lose(tmp_path, there)
+    verify = {"verify_tier": True} if lose is _damage else {}
+    report = here.forget(Policy(keep_last=1), gc=True, **verify)
+    here.gc(min_age_s=0)
+    for step, each in enumerate(ids):
+        assert here.load(each)["w"].tobytes() == weights(step).tobytes()
+    assert report.forgotten == ()
+    said = {one.commit.id: one.reasons for one in report.decisions}
+    assert all(why in said[each][0] for each in ids[:2]), said
+    with pytest.raises(InvalidInputError, match=why):
+        here.forget(revisions=[ids[0]], **verify)
+    assert not here.fsck().problems
+
+
+def test_commits_that_are_whole_at_the_tier_are_given_up_though_others_are_not(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    ids = [commit(here._handle, {"w": weights(step)}).id for step in range(3)]
+    here.push_pending("origin")
+    there.forget(revisions=[ids[0]], gc=True)
+    assert here.forget(Policy(keep_last=1), verify_tier=True).forgotten == (ids[1],)
