@@ -94,7 +94,7 @@ def live_sets(
         expire_before_us: Entries of logs that are older keep nothing any more.
         keep_orphans: Keep orphaned commits too (CommitGraph.orphans); `refs` are all there are.
     Raises:
-        CorruptionError: a ref leads to a commit that is in no intact pack.
+        CorruptionError: a ref, or an orphan, leads to a commit that is in no intact pack.
     """
     refs = list(handle.refs.every()) if refs is None else refs
     gone = frozenset(read_forgotten(handle.store) if forgotten is None else forgotten)
@@ -105,7 +105,9 @@ def live_sets(
     if keep_orphans:
         # The graph was read after the refs: commits that came between are kept, too.
         remembered_targets = {row.target for row in handle.index.read(meta.read_refs).values()}
-        named |= graph.orphans(known_commits(handle.store, refs, gone), remembered_targets)
+        orphans = graph.orphans(known_commits(handle.store, refs, gone), remembered_targets)
+        _require_whole_lines(graph, orphans)
+        named |= orphans
     remembered = graph.ancestors(named) - commits
     keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
     links = [graph.commits[digest] for digest in keeping]
@@ -263,6 +265,20 @@ def _all_behind(graph: Graph, heads: Mapping[Digest, str]) -> set[bytes]:
         f"commit {short(missing)}, {f'which {name!r} names' if name else f'a parent of {short(child)}'}, is in no "
         "intact pack, so it is not known what must stay: run repo.fsck(), and restore the pack from a copy"
     )
+
+
+def _require_whole_lines(graph: Graph, orphans: Iterable[bytes]) -> None:
+    """Refuse orphans that follow a commit which is not there: what that one followed would pass for garbage.
+
+    Raises:
+        CorruptionError: as said.
+    """
+    for missing, child in graph.unknown_parents(graph.ancestors(orphans)).items():
+        raise CorruptionError(
+            f"commit {short(missing)}, a parent of {short(child)}, which no ref leads to any more, is in no intact "
+            "pack, so it is not known what must stay: run repo.fsck(), and bring it back from a copy, or forget the "
+            "commits that follow it"
+        )
 
 
 def orphan_name(digest: bytes) -> str:

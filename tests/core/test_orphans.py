@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from cas_ckpt.ops.fsck import check as fsck
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
 from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
-from cas_ckpt.ops.fsck.report import FsckReport, RepairReport, RepairRequest
+from cas_ckpt.ops.fsck.report import Effect, FsckReport, RepairReport, RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch
@@ -50,14 +51,14 @@ def line(handle: RepositoryHandle, branch: str, *seeds: int) -> list[str]:
     return [commit(handle, {"w": numbers(64, 64, seed=seed)}, branch=branch, orphan=True).root for seed in seeds]
 
 
-def run(path: Path, report: FsckReport) -> list[RepairReport]:
-    """Run the printed commands in their order, as they stand."""
+def run(path: Path, report: FsckReport, *others: Path) -> list[RepairReport]:
+    """Run the printed commands in their order, as they stand, OTHER filled in."""
     done = []
     for command in report.commands:
         words = shlex.split(command)
         kinds = [words[at + 1] for at, word in enumerate(words) if word == "--repair"]
         refs = dict(words[at + 1].split("=") for at, word in enumerate(words) if word == "--ref")
-        done.append(repair_url(path, RepairRequest(parse_kinds(kinds), refs=refs)))
+        done.append(repair_url(path, RepairRequest(parse_kinds(kinds), tuple(map(str, others)), refs=refs)))
     return done
 
 
@@ -142,6 +143,55 @@ def test_orphans_are_given_up_by_forgetting_the_last_of_them(handle: RepositoryH
     forget(handle, revisions=[tip.id])
     assert check_open(handle).ok
     assert collect_garbage(handle, NOW).deleted_packs == 4
+
+
+@pytest.fixture
+def hit(handle: RepositoryHandle, path: Path) -> list[tuple[str, str]]:
+    """Ids and roots of three orphans of one line, of which the second lost its meta pack but for 100 bytes."""
+    line(handle, "side", 2)
+    older = (path / SIDE).read_bytes()
+    made, packs = [], set(path.rglob("*.meta"))
+    for seed in (3, 4, 5):
+        info = commit(handle, {"w": numbers(64, 64, seed=seed)}, branch="side")
+        made.append((info.id, info.root))
+        if seed == 4:
+            (cut,) = set(path.rglob("*.meta")) - packs
+        packs = set(path.rglob("*.meta"))
+    handle.close()
+    shutil.copytree(path, path.with_name("intact"))
+    (path / SIDE).write_bytes(older)
+    os.truncate(cut, 100)
+    return made
+
+
+def test_damage_that_hits_orphans_is_lost_data_and_the_printed_commands_bring_it_back(
+    hit: list[tuple[str, str]], path: Path
+) -> None:
+    report = check_url(path)
+    (damage,) = [problem for problem in report.problems if problem.where.startswith("packs/")]
+    assert (damage.effect, [one.commit for one in damage.hits]) == (Effect.LOST, [hit[1][0]])
+    for _ in range(2):  # as one runs them: a branch may want what the first round brings
+        run(path, check_url(path), path.with_name("intact"))
+    assert check_url(path).ok
+    collect(path)
+    assert readable(path, [root for _, root in hit])
+
+
+def test_orphans_behind_a_hole_are_kept_and_no_command_is_printed_that_cannot_go_on(
+    hit: list[tuple[str, str]], path: Path
+) -> None:
+    run(path, check_url(path))
+    with pytest.raises(CorruptionError, match=f"commit {hit[1][0][:12]}"):
+        collect(path)
+    report = check_url(path)
+    assert [command for command in report.commands if "OTHER" not in command] == []
+    assert f"cas-ckpt forget {hit[2][0][:12]}" in " ".join(problem.what for problem in report.problems)
+    handle = RepositoryHandle.open(path)
+    forget(handle, revisions=[hit[2][0]])
+    handle.close()
+    assert check_url(path).ok
+    collect(path)
+    assert readable(path, [hit[0][1]])
 
 
 class Killed(BaseException):

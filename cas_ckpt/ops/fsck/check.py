@@ -21,7 +21,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.host_cache import AUTO
-from cas_ckpt.core.live import LOOKS, Graph, known_commits, orphan_name
+from cas_ckpt.core.live import LOOKS, Graph, orphan_name
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
@@ -160,7 +160,7 @@ class _Check:
             if self.remote:
                 ask_promisors(store, finder, findings, cache=self.cache)
             if records.all_known:
-                _add_orphans_problem(store, index, structure, records, findings)
+                _add_orphans_problem(store, structure, records, findings)
             if structure.is_own and not structure.index.read_only and not findings.problems:
                 _note_packs_nobody_needs(structure.index, finder.live, findings)
         _note_leftovers(store, findings)
@@ -186,32 +186,37 @@ def _note_leftovers(store: Store, findings: Findings) -> None:
 # --- commits that nothing leads to ----------------------------------------------------------
 
 
-def _add_orphans_problem(
-    store: Store, own: Index | None, structure: Structure, records: Records, findings: Findings
-) -> None:
+def _add_orphans_problem(store: Store, structure: Structure, records: Records, findings: Findings) -> None:
     """Report commits that were published and that nothing leads to: collections keep them until a person decides.
 
     Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
     """
     graph: Graph = CommitGraph(structure.index.read(history.read_links))
-    remembered = set() if own is None else {row.target for row in own.read(meta.read_refs).values()}
-    if not graph.orphans(known_commits(store, records.refs, records.forgotten), remembered):
+    if not graph.orphans(records.named, records.remembered):
         return
     records = reread_names(store, records)
-    known = known_commits(store, records.refs, records.forgotten)
     catch_up(store, structure)
-    found = graph.orphans(known, remembered, now=CommitGraph(structure.index.read(history.read_links)))
+    found = graph.orphans(records.named, records.remembered, now=CommitGraph(structure.index.read(history.read_links)))
     if not found:
         return
-    chosen = graph.tips(found)[:_MOST_ORPHANS]
-    named = ", ".join(digest.hex()[:12] for digest in chosen)
+    tips = graph.tips(found)
+    named = ", ".join(digest.hex()[:12] for digest in tips[:_MOST_ORPHANS])
+    lost = {bytes.fromhex(hit.commit) for each in findings.problems if each.effect is Effect.LOST for hit in each.hits}
+    spoiled = graph.descendants(found & (lost | set(graph.unknown_parents(found).values())), among=found)
+    chosen = graph.tips(found - spoiled)[:_MOST_ORPHANS]
+    if spoiled:
+        ends = ", ".join(f"cas-ckpt forget {digest.hex()[:12]}" for digest in tips if digest in spoiled)
+        named += (
+            f". {len(spoiled)} of them are damaged, or follow what is lost, and can have a branch once that is "
+            f"repaired; to give those up: {ends}"
+        )
     wanted = " ".join(f"--ref {orphan_name(digest)}={digest.hex()[:12]}" for digest in chosen)
     findings.problem(
         ProblemKind.REF, "refs/",
         f"{len(found)} commits were published and nothing leads to them any more: a ref was lost, or put back from an "
         f"older copy. Collections keep them. Last of their lines: {named}. The repair gives them branches; to give one "
         "up with what it follows, cas-ckpt forget COMMIT",
-        effect=Effect.AT_RISK, repair=RepairKind.REFS, options=wanted,
+        effect=Effect.AT_RISK, repair=RepairKind.REFS if chosen else RepairKind.CHUNKS, options=wanted,
     )  # fmt: skip
 
 

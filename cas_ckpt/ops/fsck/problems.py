@@ -81,13 +81,14 @@ class LiveCommits:
 
 
 def live_commits(graph: Graph, records: Records) -> LiveCommits:
-    """What the refs keep; entries of logs whose commits are gone keep nothing."""
+    """What the refs keep, and orphans, which a person may want again; entries of logs whose commits are gone do not."""
     refs: dict[bytes, tuple[str, ...]] = {}
     for ref in records.refs:
         if ref.target is not None:
             refs[ref.target] = (*refs.get(ref.target, ()), f"{ref.kind.label} {ref.name}")
     missing: dict[bytes, str] = {head: ", ".join(names) for head, names in refs.items() if head not in graph}
-    kept = graph.ancestors(refs)
+    orphans = graph.ancestors(graph.orphans(records.named, records.remembered))
+    kept = graph.ancestors(refs) | orphans
     for parent, child in graph.unknown_parents(kept).items():
         missing.setdefault(parent, f"commit {child.hex()[:12]}")
     live = kept | graph.ancestors(logged(records.refs, BEFORE_ALL_US))
@@ -252,7 +253,7 @@ class ProblemFinder:
     def _look_again(self) -> bool:
         """Look again if names changed, for what is missing may have been forgotten and collected; whether they did."""
         now = reread_names(self._store, self._records)
-        if (now.refs, now.forgotten) == (self._records.refs, self._records.forgotten):
+        if (now.refs, now.named) == (self._records.refs, self._records.named):
             return False
         catch_up(self._store, self._structure)
         self._look(now)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from cas_ckpt.core import forgotten, protocol
 from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
+from cas_ckpt.core.live import known_commits
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
 from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.ref_store import NAMES_PREFIX, RefStore
@@ -42,6 +43,8 @@ class Records:
         config, gc: None where they are damaged.
         refs: Of all kinds, placeholders and deleted ones too; without the damaged.
         forgotten: Commits that keep no data.
+        named: Commits that refs, their logs, and records of forgotten and released commits name.
+        remembered: Commits that a ref named when the index last heard of it.
         all_known: No ref and no record of forgotten commits is damaged, so that what is live is known.
     """
 
@@ -49,7 +52,9 @@ class Records:
     gc: GcState | None
     refs: tuple[Ref, ...]
     forgotten: frozenset[Digest]
+    named: frozenset[bytes]
     all_known: bool
+    remembered: frozenset[bytes] = frozenset()
 
 
 def check_records(store: Store, findings: Findings) -> Records:
@@ -66,7 +71,8 @@ def check_records(store: Store, findings: Findings) -> Records:
     _check_harmless(store, findings)
     _check_others(store, findings)
     findings.count("num_refs", sum(ref.target is not None for ref in refs))
-    return Records(config, gc, tuple(refs), gone, refs_known and gone_known)
+    named = frozenset(known_commits(store, refs, gone))
+    return Records(config, gc, tuple(refs), gone, named, refs_known and gone_known)
 
 
 def reread_names(store: Store, records: Records) -> Records:
@@ -74,7 +80,8 @@ def reread_names(store: Store, records: Records) -> Records:
     quiet = Findings(store)
     refs, refs_known = read_refs(store, quiet)
     gone, gone_known = _check_forgotten(store, quiet)
-    return replace(records, refs=tuple(refs), forgotten=gone, all_known=refs_known and gone_known)
+    named = frozenset(known_commits(store, refs, gone))
+    return replace(records, refs=tuple(refs), forgotten=gone, named=named, all_known=refs_known and gone_known)
 
 
 # --- config and gc/state --------------------------------------------------------------------
@@ -170,7 +177,8 @@ def check_lost_refs(store: Store, index: Index | None, records: Records, finding
             lost = ["refs/"]
             what = "there are commits, and no branch, tag or pin, nor any trace of one: the refs are lost"
             _add_ref_problem(findings, lost[0], what, "all")
-    return replace(records, all_known=records.all_known and not lost)
+    remembered = {row.target for row in index.read(meta.read_refs).values()} if index is not None else ()
+    return replace(records, all_known=records.all_known and not lost, remembered=frozenset(remembered))
 
 
 def refs_ever_made(store: Store, index: Index | None) -> set[str]:

@@ -48,7 +48,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, rebuild_index, refill_index
-from cas_ckpt.ops.fsck.records import check_records, is_sealed, read_refs, should_be_sealed
+from cas_ckpt.ops.fsck.records import check_lost_refs, check_records, is_sealed, read_refs, should_be_sealed
 from cas_ckpt.ops.fsck.recover import open_source
 from cas_ckpt.ops.fsck.repair_packs import repair_packs
 from cas_ckpt.ops.fsck.repair_refs import repair_refs
@@ -131,7 +131,7 @@ def _repair_all_but_index(
         if RepairKind.RECORDS in kinds:
             _repair_records(store, sources, log)
         if kinds & {RepairKind.PACKS, RepairKind.CHUNKS}:
-            records = check_records(store, Findings(store))
+            records = check_lost_refs(store, index, check_records(store, Findings(store)), Findings(store))
             if records.config is None:
                 advice = 'repair it first, with repo.repair("config", sources=[OTHER])'
                 raise CorruptionError(f"the config is damaged: {advice}")

@@ -250,6 +250,11 @@ def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
         row = handle.index.read(history.read_commit, digest)
         message = "" if row is None else f" {row.message[:40]!r}"
         keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
+        if ref_key(RefKind.BRANCH, orphan_name(digest)) in {one.where for one in log.left}:
+            keep = "repair what was said of its branch first"
+        elif holes := graph.unknown_parents(graph.ancestors([digest])):
+            missing = short(next(iter(holes)))
+            keep = f"bring {missing}, which is in no pack, first: {repair_command(handle.store, RepairKind.CHUNKS)}"
         log.leave(
             RepairKind.REFS, f"commit {short(digest)}",
             f"nothing leads to it{message}: to keep it and what it follows, {keep}; to give it up, cas-ckpt forget "
