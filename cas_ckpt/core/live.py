@@ -46,12 +46,9 @@ def graph_with(handle: RepositoryHandle, starts: Sequence[bytes]) -> Graph:
     """The commit graph, brought up to date if it lacks one of `starts` or something behind it.
 
     Raises:
-        NotFoundError: one of `starts` is in no pack.
+        NotFoundError: one of `starts` is in no intact pack.
     """
-    graph = read_graph(handle)
-    if not graph.reached(starts) <= graph.commits.keys():
-        handle.sync()
-        graph = read_graph(handle)
+    graph = graph_behind(handle, starts)
     for start in starts:
         if start not in graph:
             raise NotFoundError(f"commit {start.hex()} is in no pack: run repo.fsck()")
@@ -98,7 +95,7 @@ def live_sets(
     """
     refs = list(handle.refs.every()) if refs is None else refs
     gone = frozenset(read_forgotten(handle.store) if forgotten is None else forgotten)
-    graph = _graph_of_refs(handle, refs)
+    graph = graph_behind(handle, [ref.target for ref in refs if ref.target is not None])
     heads = {ref.target: ref.name for ref in refs if ref.target is not None}
     commits = _all_behind(graph, heads)
     named = logged(refs, expire_before_us)
@@ -227,15 +224,14 @@ def all_refs(handle: RepositoryHandle) -> list[Ref]:
     return refs
 
 
-def _graph_of_refs(handle: RepositoryHandle, refs: Iterable[Ref]) -> Graph:
-    """The commit graph, of one moment at which the index knew every intact pack that the store had.
+def graph_behind(handle: RepositoryHandle, starts: Sequence[bytes]) -> Graph:
+    """The commit graph with all behind `starts`, or of a moment at which the index knew every intact pack of the store.
 
     Raises:
         TransientStorageError: others change the index faster than it can be read.
     """
     graph = read_graph(handle)
-    heads = [ref.target for ref in refs if ref.target is not None]
-    if graph.reached(heads) <= graph.commits.keys():
+    if graph.reached(starts) <= graph.commits.keys():
         return graph
     for _ in range(LOOKS):
         handle.sync()

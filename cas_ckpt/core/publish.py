@@ -238,7 +238,7 @@ class _Publishing:
     def attempt(self) -> Published | None:
         """w2 to w6 once; None: something moved meanwhile."""
         handle, branch = self.handle, self.destination.branch
-        ref = _ref_for_writing(handle, RefKind.BRANCH, branch)
+        ref = ref_for_writing(handle, RefKind.BRANCH, branch)
         if self.made is not None and _follows(handle, ref.target, self.made.digest):
             return self._published(self.made, None)
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
@@ -357,7 +357,7 @@ def _cost(packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> dict[str, int]
     return {"new_bytes": new_bytes, "stored_bytes": stored_bytes, "num_new_chunks": len(chunks)}
 
 
-def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unless: str = "") -> Ref:
+def ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unless: str = "") -> Ref:
     """The ref, or a new placeholder (w2).
 
     A ref whose record was lost is not begun again: history would begin anew, and the old one be collected.
@@ -504,7 +504,7 @@ def publish_ref(
         unless = "" if force else "force=True"
         ref = (
             _lost_ref(handle, kind, name, target, generation) if lost
-            else _ref_for_writing(handle, kind, name, unless=unless)
+            else ref_for_writing(handle, kind, name, unless=unless)
         )  # fmt: skip
         if ref.target is not None and not force:
             raise ConflictError(
@@ -580,7 +580,7 @@ def publish_copied(
         ConflictError: a branch and a tag would have one name. Whatever `admit` raises.
     """
     for _ in range(MAX_ATTEMPTS):
-        ref = _ref_for_writing(handle, kind, name)
+        ref = ref_for_writing(handle, kind, name)
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
         require_current(state, ref.generation, key=ref.key)
         if not handle.is_current(state, generation):

@@ -25,6 +25,7 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import OutOfSpaceError, TransientStorageError
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
@@ -135,6 +136,24 @@ def test_a_whole_push_is_the_measure() -> None:
     assert (report.num_commits, report.num_chunks) == (4, 4)
     assert not list(push.inner.list(RELEASED_PREFIX))
     assert push.finish().num_bytes == 0
+
+
+@pytest.mark.parametrize("fate", [die_before, die_after])
+def test_a_first_push_that_dies_leaves_what_fsck_and_collections_take_for_no_loss(
+    fate: Callable[[int], FaultPlan],
+) -> None:
+    ours = opened(empty("1" * 32))
+    commit(ours, {"w": numbers(40, 40)})
+    effects = Effects()
+    send_all(ours, opened(FaultyStore(empty("2" * 32), effects=effects)), ["main"])
+    for k in range(1, effects.count + 1):
+        inner = empty("2" * 32)
+        with pytest.raises(CrashNow):
+            send_all(ours, opened(FaultyStore(inner, fate(k))), ["main"])
+        assert check_open(opened(inner)).problems == (), k
+        collect_garbage(opened(inner), GcOptions(min_age_s=0))
+        send_all(ours, opened(inner), ["main"])
+        assert check_open(opened(inner)).ok
 
 
 @pytest.mark.parametrize("fate", [die_before, die_after])

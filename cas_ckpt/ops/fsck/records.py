@@ -173,7 +173,8 @@ def check_lost_refs(store: Store, index: Index | None, records: Records, finding
                 require_not_older(store, records.gc, index.generation)
             except CorruptionError as error:
                 _add_gc_state_problem(findings, error)
-        if not lost and not records.refs and records.all_known and index.read(history.read_links):
+        nothing = not lost and not records.refs and records.all_known and index.read(history.read_links)
+        if nothing and not any(name for _, _, name in ref_keys(store)):  # a push may have begun some since
             lost = ["refs/"]
             what = "there are commits, and no branch, tag or pin, nor any trace of one: the refs are lost"
             _add_ref_problem(findings, lost[0], what, "all")

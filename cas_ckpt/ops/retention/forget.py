@@ -28,12 +28,19 @@ from cas_ckpt import clock
 from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import unpushed_by_tier
+from cas_ckpt.core.live import LOOKS, graph_behind, unpushed_by_tier
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import Ref, RefKind, default_author
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    TransientStorageError,
+    shown_value,
+)
 from cas_ckpt.index import history, restores
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
@@ -113,18 +120,20 @@ def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, Comm
     """All commits that the refs lead to.
 
     Raises:
-        CorruptionError: one of them is in no intact pack.
+        CorruptionError: one of them is in no intact pack. TransientStorageError: the index is made anew again and again.
     """
     heads = list(dict.fromkeys(ref.target for ref in refs if ref.target is not None))
-    try:
-        rows = history.log(handle.index, heads, whole=True)
-    except NotFoundError:
-        handle.sync()  # another process made commits since
+    for _ in range(LOOKS):
         try:
-            rows = history.log(handle.index, heads, whole=True)
-        except NotFoundError as error:
-            raise CorruptionError(f"{error}: nothing is forgotten while history has a hole, run repo.fsck()") from error
-    return {Digest(row.digest): row for row in rows}
+            return {Digest(row.digest): row for row in history.log(handle.index, heads, whole=True)}
+        except NotFoundError as error:  # another process made commits since, or makes the index anew
+            graph = graph_behind(handle, heads)
+            if not graph.reached(heads) <= graph.commits.keys():
+                what = f"{error}: nothing is forgotten while history has a hole, run repo.fsck()"
+                raise CorruptionError(what) from error
+    raise TransientStorageError(
+        f"index {handle.index.place}: others change it while it is read; nothing was done, try again"
+    )
 
 
 def choose(

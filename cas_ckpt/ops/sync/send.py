@@ -20,7 +20,7 @@ gc/state has when the ref is swapped. The source is only read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -31,7 +31,15 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, graph_with, promised_commits, promisors, read_graph
 from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.protocol import Session, read_gc_state
-from cas_ckpt.core.publish import ANY_HEAD, MAX_ATTEMPTS, AnyHead, GenerationMoved, publish_copied, take_away
+from cas_ckpt.core.publish import (
+    ANY_HEAD,
+    MAX_ATTEMPTS,
+    AnyHead,
+    GenerationMoved,
+    publish_copied,
+    ref_for_writing,
+    take_away,
+)
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
 from cas_ckpt.core.signed_branches import check_move
@@ -231,8 +239,10 @@ class _Sending:
             for batch in walk.batches():
                 if self.options.shard is not None:
                     batch = batch.of(self.options.shard)
-                if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run:
-                    self._release(batch, tips)
+                if batch.holds_commits and not self.options.dry_run:
+                    self._begin_refs(heads)
+                    if len(plan.commits) > 1:
+                        self._release(batch, tips)
                 self._copy(batch, generation)
         if walk.unmatched and (self.options.again or not plan.kept or len(walk.unmatched) == len(self.options.keys)):
             _LOGGER.warning(
@@ -246,6 +256,12 @@ class _Sending:
             for update in sorted(self.updates, key=lambda each: each.target is None):
                 self._move(update, graph, generation, brought=plan.with_data - self.hollow - self.again)
         return self._reported()
+
+    def _begin_refs(self, heads: Mapping[str, Ref | None]) -> None:
+        """s3: where no ref may be yet, one is begun: commits without a trace of a ref pass for those of lost refs."""
+        new = [update for update in self.updates if update.target is not None]
+        if new and not any(heads.values()):
+            ref_for_writing(self.target, new[0].kind, new[0].name)
 
     def _release(self, batch: Batch, tips: Sequence[Digest]) -> None:
         """s3: no commit of `batch` is an orphan until a ref names it; tips lead to all of them once they are there."""

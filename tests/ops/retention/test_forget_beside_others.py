@@ -9,10 +9,12 @@ import pytest
 
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.ops.retention import forget as forget_module
-from cas_ckpt.ops.retention.forget import forget_revisions
+from cas_ckpt.ops.retention.forget import forget, forget_revisions
+from cas_ckpt.ops.retention.policy import Policy
 from tests.builders import commit, numbers
 
 
@@ -34,3 +36,20 @@ def test_a_commit_that_a_branch_names_by_now_is_not_forgotten(
     forget_revisions(handle, [old.id])
     commit(handle, {"w": weights(3)}, branch="from-here")  # and so its base would lose its data
     assert Digest(bytes.fromhex(old.id)) not in read_forgotten(handle.store)
+
+
+def test_an_index_that_is_made_anew_while_history_is_read_is_no_damage(
+    handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [commit(handle, {"w": weights(seed)}).id for seed in range(3)]
+    read, left = history.log, [1, 2]
+
+    def beside_a_rebuild(*args: Any, **how: Any) -> Any:
+        if left:
+            left.pop()
+            handle.index.drop_packs(list(handle.index.packs()))
+        return read(*args, **how)
+
+    monkeypatch.setattr(history, "log", beside_a_rebuild)
+    assert sorted(forget(handle, Policy(keep_last=1)).forgotten) == sorted(ids[:2])
+    assert not left
