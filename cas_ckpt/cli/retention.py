@@ -220,13 +220,18 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
               help="How long deleted and moved branches can be brought back.")  # fmt: skip
 @click.option("--max-unused", default="5%", type=SHARE, show_default=True,
               help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
+@click.option("--merge/--no-merge", default=None,
+              help="Merge small packs where there are 64 of a kind [default: on a local disk alone].")  # fmt: skip
 @_common
 @click.pass_obj
 def gc(
-    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, max_repack_bytes: int | None,
-    shard: PackShard | None, dry_run: bool,
+    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, merge: bool | None,
+    max_repack_bytes: int | None, shard: PackShard | None, dry_run: bool,
 ) -> int:  # fmt: skip
     """Delete what no branch, tag or pin needs.
+
+    Packs that hold waste beside what is needed are rewritten. Where there are 64 small packs of a kind, as commits
+    leave them, those are merged into few: nothing of them is lost, and later commands open fewer files.
 
     Safe beside any number of commits, checkouts and other collections. What a collection that
     died left is finished first. The exit code is 3 if a pack had to be left because it is damaged, or
@@ -236,7 +241,7 @@ def gc(
     with settings.open() as repo:
         report = repo.gc(
             min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
-            max_repack_bytes=max_repack_bytes, shard=None if shard is None else str(shard),
+            merge=merge, max_repack_bytes=max_repack_bytes, shard=None if shard is None else str(shard),
             dry_run=dry_run, progress=settings.show_progress(),
         )  # fmt: skip
     return _show_collection(settings, report)
@@ -282,11 +287,20 @@ def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
     if report.took_over:
         yield "took over", f"a collection that was left while {report.took_over}"
     yield "not needed", f"{human_bytes(report.dead_bytes)} in {report.dead_objects} objects"
-    yield f"{would}deleted", f"{human_bytes(report.deleted_bytes)} in {report.deleted_packs} packs"
+    num_kept = report.merged_packs + report.rewritten_packs
+    kept_bytes = report.merged_bytes + report.rewritten_bytes
+    num_dead, dead_bytes = report.deleted_packs - num_kept, report.deleted_bytes - kept_bytes
+    yield f"{would}deleted", f"{human_bytes(dead_bytes)} in {num_dead} packs"
+    if report.rewritten_packs:
+        what = f"{human_bytes(report.rewritten_bytes)} in {report.rewritten_packs} packs that hold waste"
+        yield f"{would}rewritten", f"{what}: 0 B lost of what is needed"
+    if report.merged_packs:
+        what = f"{human_bytes(report.merged_bytes)} in {report.merged_packs} small packs into few"
+        yield f"{would}merged", f"{what}: 0 B lost, and fewer files to open (--no-merge leaves them)"
     if report.denied:
         yield "not allowed", f"{human_bytes(report.denied_bytes)} in {report.denied_packs} packs are still there"
     if report.copied_packs:
-        yield f"{would}copied", f"{human_bytes(report.copied_bytes)} out of {report.copied_packs} of them"
+        yield f"{would}copied", f"{human_bytes(report.copied_bytes)} out of {report.copied_packs} packs"
     if report.rescued_packs:
         yield "kept", f"{report.rescued_packs} packs that a commit needed meanwhile"
     if report.young_packs:

@@ -107,6 +107,7 @@ class UpkeepVerbs(Opened):
         reflog_expire_s: float = 30 * 86400.0,
         max_unused: float = 0.05,
         max_repack_bytes: int | None = None,
+        merge: bool | None = None,
         shard: str | None = None,
         dry_run: bool = False,
         progress: Progress | bool = False,
@@ -118,6 +119,8 @@ class UpkeepVerbs(Opened):
             reflog_expire_s: For so long a deleted or moved branch can be brought back.
             max_unused: Share of the stored bytes that may stay wasted inside packs that hold needed bytes too.
             max_repack_bytes: At most so many bytes are copied out of such packs; None: no limit.
+            merge: Copy small packs together where there are 64 of a kind, as commits leave them: each costs files or
+                requests, and nothing of them is lost. None: on a local disk, not in a bucket.
             shard: Only the second seventh of the packs: "2/7"; others collect the rest, at the same time if they like.
             dry_run: Change nothing, tell what would be done.
 
@@ -131,10 +134,11 @@ class UpkeepVerbs(Opened):
         """
         from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
-        from cas_ckpt.ops.gc.plan import GcOptions
+        from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions
 
         own = None if shard is None else parse_shard(shard)
-        options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, shard=own)
+        many = None if merge is None else MANY_SMALL * merge
+        options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, many_small=many, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
     def repack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def test_what_nothing_needs_is_deleted_and_told(place: Path) -> None:
     assert ran.code == 0
     assert ran.json["deleted_packs"] == 2 and ran.json["generation"] == 1 and not ran.json["dry_run"]
     assert stored(place) == 2
+
+
+def test_what_is_only_merged_is_not_said_to_be_deleted(tmp_path: Path) -> None:
+    with_many = new_repository(tmp_path / "repo")
+    for seed in range(3):
+        commit(with_many, {"w": numbers(64, 64, seed=seed)})
+    with_many.close()
+    for options, would in ((["-n"], "would be "), ([], "")):
+        ran = call("-C", tmp_path / "repo", "repack", *options)
+        said = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in ran.out.splitlines())
+        assert said["not needed"] == "0 B in 0 objects"
+        assert said[f"{would}deleted"] == "0 B in 0 packs"
+        assert "in 6 small packs into few: 0 B lost" in said[f"{would}merged"]
 
 
 def test_by_default_a_deleted_branch_can_still_be_brought_back(place: Path) -> None:

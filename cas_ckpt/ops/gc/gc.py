@@ -53,7 +53,7 @@ from cas_ckpt.index.database import batches
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects.digest import MOST_NAMED, Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen
+from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen, rewritten
 from cas_ckpt.ops.gc.repack import Repacker
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
@@ -175,7 +175,9 @@ class Collection:
                 if self._released:  # before the fence takes them out of logs
                     write_released(self.handle.store, self._released)
                 state = self.condemn(state, condemned)
-                return self.delete(self.rescue(state, self.fence(state)))
+                state = self.rescue(state, self.fence(state))
+                self.report = rewritten(self.report, plan, state.condemned)
+                return self.delete(state)
             except ConflictError:
                 if not left:
                     raise
@@ -293,6 +295,7 @@ class Collection:
             living.packs(), present, options=self.options, now_us=self._now_us,
             writers_at_work=bool(live_sessions(self.handle.store)), pack_bytes=self.handle.config.pack_bytes,
             in_parts=self.handle.index.read(contents.packs_in_parts) if self.options.whole_chunks else (),
+            local=self.handle.store.abilities.local,
         )  # fmt: skip
 
     def copy_needed(self, living: Living, plan: GcPlan) -> None:

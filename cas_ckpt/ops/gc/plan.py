@@ -26,6 +26,9 @@ SMALL_SHARE = 8
 MAX_SKEW_US = 24 * 3_600_000_000
 """A pack that was first seen further than this in the future was seen by a clock that means nothing."""
 
+MANY_SMALL = 64
+"""So many small packs of a kind are merged, where that costs no requests: on a local disk."""
+
 SMALL_META_BYTES = 4 * 1024 * 1024
 """A meta pack under this is small; one commit writes one."""
 
@@ -40,7 +43,8 @@ class GcOptions:
         reflog_expire_s: Old targets in the logs of refs keep their commits for so long.
         max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
         max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
-        many_small: Small packs of one kind are merged when there are so many of them.
+        many_small: Small packs of one kind are merged when there are so many of them; 0: never; None: `MANY_SMALL` on
+            a local disk, never in a bucket, where each request has its price.
         shard: Only these packs go or are copied; others do the rest, at the same time if they like.
         whole_chunks: Also rewrite packs that hold parts of chunks, so that each chunk is in one extent.
     """
@@ -49,7 +53,7 @@ class GcOptions:
     reflog_expire_s: float = 30 * 86400.0
     max_unused: float = 0.05
     max_repack_bytes: int | None = None
-    many_small: int = 64
+    many_small: int | None = None
     whole_chunks: bool = False
     shard: PackShard | None = None
 
@@ -74,12 +78,14 @@ class GcPlan:
     Attributes:
         dead: Packs of which nothing is needed.
         copied: Packs whose needed part is copied first: sparse ones, then small ones.
+        merged: Those of them that are only small.
         young: Packs that hold waste and are spared this time.
         wasted_bytes: Waste that stays, in packs that are kept.
     """
 
     dead: tuple[PackChoice, ...]
     copied: tuple[PackChoice, ...]
+    merged: tuple[PackChoice, ...]
     young: tuple[PackChoice, ...]
     wasted_bytes: int
 
@@ -93,6 +99,7 @@ def choose_packs(
     writers_at_work: bool,
     pack_bytes: int,
     in_parts: Collection[str] = (),
+    local: bool = True,
 ) -> GcPlan:
     """The packs that a collection should take.
 
@@ -102,6 +109,7 @@ def choose_packs(
         writers_at_work: Some session is alive: unpublished packs are spared whatever their age.
         pack_bytes: Size at which data packs are closed.
         in_parts: Packs that hold parts of chunks and are to be rewritten for that.
+        local: The store is a local disk.
     """
     if options.shard is not None:
         sizes = {name: sizes[name] for name in options.shard.of(sizes)}
@@ -118,11 +126,14 @@ def choose_packs(
     parts = sorted(name for name in in_parts if name in sizes and name not in taken)
     copied += _affordable(parts, sizes, waste, budget)
     taken |= {pack.name for pack in copied}
-    copied += _small(sizes, taken, waste, options.many_small, pack_bytes, budget)
+    many = options.many_small if options.many_small is not None else MANY_SMALL * local
+    merged = _small(sizes, taken, waste, many, pack_bytes, budget) if many else []
+    copied += merged
     gone = {pack.name for pack in copied}
     return GcPlan(
         dead=tuple(PackChoice(pack.name, pack.size_bytes) for pack in dead),
         copied=tuple(copied),
+        merged=tuple(merged),
         young=tuple(PackChoice(pack.name, pack.size_bytes) for pack in known if pack.name in young),
         wasted_bytes=sum(_waste(pack) for pack in known if pack.name in young)
         + sum(size for name, size in waste.items() if name not in gone),
@@ -208,8 +219,10 @@ class GcReport(Brief):
         generation: Generation of gc/state afterwards.
         took_over: Phase in which an earlier collection was left and finished by this one, or None.
         dead_objects, dead_bytes: Chunks and nodes that nothing needs, and what they take in packs.
-        deleted_packs, deleted_bytes: Packs that were deleted.
+        deleted_packs, deleted_bytes: Packs that were deleted; what was needed of them is in new ones.
         copied_packs, copied_bytes: How many of those held something needed, and what was written for it.
+        merged_packs, merged_bytes: Of those that held something needed, the packs that were only small, and merged.
+        rewritten_packs, rewritten_bytes: The others, which held waste.
         rescued_packs: Condemned packs that were needed after all.
         young_packs: Packs that were spared because somebody may be about to publish what needs them.
         wasted_bytes: Bytes that nothing needs and that stay for now.
@@ -230,6 +243,10 @@ class GcReport(Brief):
     deleted_bytes: int = 0
     copied_packs: int = 0
     copied_bytes: int = 0
+    merged_packs: int = 0
+    merged_bytes: int = 0
+    rewritten_packs: int = 0
+    rewritten_bytes: int = 0
     rescued_packs: int = 0
     young_packs: int = 0
     wasted_bytes: int = 0
@@ -245,7 +262,7 @@ class GcReport(Brief):
 def foreseen(report: GcReport, plan: GcPlan, leftovers: Leftovers) -> GcReport:
     """The report of a collection that would carry out `plan` and remove `leftovers`."""
     return replace(
-        report,
+        rewritten(report, plan, {pack.name for pack in plan.copied}),
         deleted_packs=len(plan.dead) + len(plan.copied),
         deleted_bytes=sum(pack.size_bytes for pack in (*plan.dead, *plan.copied)),
         copied_packs=len(plan.copied),
@@ -253,3 +270,13 @@ def foreseen(report: GcReport, plan: GcPlan, leftovers: Leftovers) -> GcReport:
         temporaries=leftovers.num_files,
         temporary_bytes=leftovers.num_bytes,
     )
+
+
+def rewritten(report: GcReport, plan: GcPlan, deleted: Collection[str]) -> GcReport:
+    """The report, with what packs that are deleted take of those whose needed part was copied first."""
+    merged = {pack.name: pack.size_bytes for pack in plan.merged if pack.name in deleted}
+    others = [pack.size_bytes for pack in plan.copied if pack.name in deleted and pack.name not in merged]
+    return replace(
+        report, merged_packs=len(merged), merged_bytes=sum(merged.values()),
+        rewritten_packs=len(others), rewritten_bytes=sum(others),
+    )  # fmt: skip

@@ -120,7 +120,7 @@ def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, Comm
     """All commits that the refs lead to.
 
     Raises:
-        CorruptionError: one of them is in no intact pack. TransientStorageError: the index is made anew again and again.
+        CorruptionError: one of them is in no intact pack. TransientStorageError: the index changes all the time.
     """
     heads = list(dict.fromkeys(ref.target for ref in refs if ref.target is not None))
     for _ in range(LOOKS):

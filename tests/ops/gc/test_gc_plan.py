@@ -25,10 +25,13 @@ def pack(name: str, *, size: int = 900_000, dead: int = 0, entries: int = 10, **
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def choose(*packs: PackLiveness, others: int = 0, at_work: bool = False, **options: object) -> GcPlan:
+def choose(
+    *packs: PackLiveness, others: int = 0, at_work: bool = False, local: bool = True, **options: object
+) -> GcPlan:  # fmt: skip
     sizes = {each.name: each.size_bytes for each in packs} | {f"packs/o{n}.data": 900_000 for n in range(others)}
     return choose_packs(
-        packs, sizes, options=GcOptions(**options), now_us=NOW_US, writers_at_work=at_work, pack_bytes=PACK_BYTES  # type: ignore[arg-type]
+        packs, sizes, options=GcOptions(**options), now_us=NOW_US, writers_at_work=at_work,  # type: ignore[arg-type]
+        pack_bytes=PACK_BYTES, local=local,
     )  # fmt: skip
 
 
@@ -91,7 +94,7 @@ def test_a_pack_that_is_not_in_the_store_is_never_chosen() -> None:
     plan = choose_packs(
         [gone], {}, options=GcOptions(), now_us=NOW_US, writers_at_work=False, pack_bytes=PACK_BYTES
     )  # fmt: skip
-    assert plan == GcPlan((), (), (), 0)
+    assert plan == GcPlan((), (), (), (), 0)
 
 
 @given(
@@ -110,3 +113,11 @@ def test_whatever_is_chosen_is_chosen_once_and_within_the_budget(
     assert len(chosen) == len(set(chosen))
     assert sum(choice.copied_bytes for choice in plan.copied) <= budget
     assert plan.wasted_bytes >= 0
+
+
+def test_in_a_bucket_small_packs_are_merged_only_if_that_is_asked_for() -> None:
+    small = [pack(f"s{n}", size=1000) for n in range(64)]
+    assert len(choose(*small).merged) == 64
+    assert not choose(*small, local=False).copied
+    assert not choose(*small, many_small=0).copied
+    assert len(choose(*small, local=False, many_small=64).merged) == 64
