@@ -1,7 +1,8 @@
 """repair of refs: a damaged or lost one is made again, naming a commit that is known to be right.
 
     1. what the caller chose
-    2. else, in another copy of this repository (same store id), or any that is given, the ref of that name
+    2. else, in another copy of this repository (same store id), the ref of that name; in a clone, what it remembers of
+       the branch (`origin/main`), or its own ref of that name
     3. else nothing: the candidates are reported, with the command that chooses one
 
 Invariant: as in core/publish.py: the ref's stored bytes are read, then gc/state, then the target is seen to
@@ -21,12 +22,17 @@ from cas_ckpt.core.publish import publish_lost_ref
 from cas_ckpt.core.ref_store import NAMES_PREFIX, name_record
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, default_author, new_move, ref_key
 from cas_ckpt.core.revisions import resolve
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck.records import read_refs, ref_keys, ref_name, refs_ever_made
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, repair_command
+from cas_ckpt.storage.file import FileStore
+
+CLONED_FROM = "origin"
+"""What a clone calls the repository that it copied."""
 
 _ATTEMPTS = 10
 _MOST_NAMED = 5
@@ -71,6 +77,7 @@ def repair_refs(
         name if name.startswith("refs/") else RefKind.BRANCH.value + name: revision
         for name, revision in choices.items()
     }
+    handle.sync()  # the index may be new, for the old one may be lost, too
     broken: dict[str, _BrokenRef] = {}
     for ref in _broken_refs(handle, sources, chosen):
         broken.setdefault(ref.full_name, ref)
@@ -85,8 +92,8 @@ def _broken_refs(
 ) -> Iterator[_BrokenRef]:
     """Refs whose record cannot be read; then those that have none, not even that of a deleted ref.
 
-    These are the ones that another copy of this repository has, that the caller names, and that the store or the
-    index says were made.
+    These are the ones that another copy of this repository has, or a clone remembers, that the caller names, and that
+    the store or the index says were made.
     """
     stored = _names(handle)
     for kind, name in stored:
@@ -99,6 +106,9 @@ def _broken_refs(
     for source in sources:
         if source.config.store_id == handle.config.store_id:
             yield from (_BrokenRef(kind, name, None) for kind, name in _names(source) if (kind, name) not in stored)
+        for name in _remembered(handle, source):
+            if (RefKind.BRANCH, name) not in stored:
+                yield _BrokenRef(RefKind.BRANCH, name, None)
     for full in chosen:
         for kind in RefKind:
             if full.startswith(kind.value) and (kind, full.removeprefix(kind.value)) not in stored:
@@ -107,6 +117,24 @@ def _broken_refs(
         for kind in RefKind:
             if key.startswith(kind.value):
                 yield _BrokenRef(kind, ref_name(kind, key), None)
+
+
+def _remembered(handle: RepositoryHandle, source: RepositoryHandle) -> dict[str, Ref]:
+    """Branch of this repository -> what `source`, a clone of it, remembers of it, if that commit is here."""
+    if source.config.store_id == handle.config.store_id:
+        return {}
+    place = handle.store.root if isinstance(handle.store, FileStore) else None
+    try:
+        remotes = read_settings(source.store).remotes
+        refs = list(source.refs.list(RefKind.REMOTE))
+    except CkptError:
+        return {}
+    ours = [one.name for one in remotes if one.url in (handle.store.url, str(place))] or [CLONED_FROM]
+    graph = read_graph(handle)
+    return {
+        ref.name.removeprefix(f"{name}/"): ref
+        for name in ours for ref in refs if ref.name.startswith(f"{name}/") and ref.target and ref.target in graph
+    }  # fmt: skip
 
 
 def _names(handle: RepositoryHandle) -> dict[tuple[RefKind, str], None]:
@@ -144,13 +172,15 @@ def _decide(
         return _Content(resolve(handle, choice), f"chosen: {choice}")
     for source in sources:
         try:
-            found = source.refs.get(ref.kind, ref.name)
+            remembered = _remembered(handle, source) if ref.kind is RefKind.BRANCH else {}
+            found = remembered.get(ref.name) or source.refs.get(ref.kind, ref.name)
         except CkptError:
             continue
         if found.target is not None or source.config.store_id == handle.config.store_id:
             graph = read_graph(handle)
             known = [move for move in found.log if all(one is None or one in graph for one in (move.old, move.new))]
-            return _Content(found.target, f"as in {source.store.url}", tuple(known), found.note)
+            what = f"as in {source.store.url}" if found.kind is ref.kind else f"as {found.name} of {source.store.url}"
+            return _Content(found.target, what, tuple(known) if found.kind is ref.kind else (), found.note)
     raise NotFoundError(f"nothing says for certain what {ref.kind.label} {ref.name!r} named")
 
 

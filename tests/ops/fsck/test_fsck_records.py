@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from cas_ckpt.ops.fsck.records import check_records
 from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, repair_open
 from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind, RepairRequest
 from cas_ckpt.ops.refs import create_branch, reflog
+from cas_ckpt.ops.sync.fetch import FetchRequest, clone
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
 from tests.ops.fsck.fsck_cases import arrays, build, check, copy_of, flip, repair, repair_as_told, states
@@ -373,4 +375,24 @@ def test_a_forgotten_commit_may_have_lost_its_data_but_not_its_record(repo: Path
     report = check(repo)
     assert [(hit.commit, hit.keys) for p in report.problems for hit in p.hits] == [(gone.hex(), ("(commit)",))]
     assert repair_as_told(repo, report, other=intact).ok
+    assert check(repo).ok
+
+
+@pytest.mark.parametrize("lost", ["one", "all"])
+def test_a_clone_says_what_branches_named_when_it_last_fetched(repo: Path, tmp_path: Path, lost: str) -> None:
+    handle = RepositoryHandle.open(repo)
+    heads = {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)}
+    handle.close()
+    made, _ = clone(repo, tmp_path / "clone", FetchRequest())
+    commit(made, {"own": numbers(4, 4)})  # the clone went on
+    made.close()
+    flip(repo / "refs/heads/main.ref", 60)
+    (repo / "refs/heads/old.ref").unlink()
+    if lost == "all":
+        for place in ("refs", "names", "index"):
+            shutil.rmtree(repo / place)
+    assert repair(repo, RepairKind.REFS, other=tmp_path / "clone").ok
+    handle = RepositoryHandle.open(repo)
+    assert {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)} == heads
+    handle.close()
     assert check(repo).ok
