@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,6 +46,7 @@ from cas_ckpt.storage.disk import (
     Temporary,
     TemporaryFolder,
     file_turn,
+    make_folders,
     open_for_reading,
     sync_file,
     sync_folder,
@@ -525,6 +527,26 @@ class FileStore(Uncopied):
                 raise translated(error, "listing", key) from error
             if stat.S_ISREG(status.st_mode):
                 yield key, status.st_size
+
+
+def is_no_file(path: Path, *, links: bool = False) -> bool:
+    """Whether a folder, or a link, is at `path`; with `links`, one that leads to a file counts as a file."""
+    if path.is_symlink():
+        return not (links and path.is_file())
+    return path.exists() and not path.is_file()
+
+
+def move_aside(path: Path, target: Path) -> None:
+    """Move what is at `path`, whatever it is, to `target`, or to that name with a number where it is taken.
+
+    Raises:
+        StorageError: the medium refuses.
+    """
+    free = (target if not at else target.with_name(f"{target.name}-{at}") for at in count())
+    with writing(str(path)):
+        make_folders(target.parent)
+        os.rename(path, next(one for one in free if not os.path.lexists(one)))
+        sync_folder(path.parent)
 
 
 def _may_write(folder: Path) -> bool:

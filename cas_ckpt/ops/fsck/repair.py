@@ -26,8 +26,9 @@ repaired again. Works on one that cannot be opened.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
 
 from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
@@ -48,12 +49,21 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, rebuild_index, refill_index
-from cas_ckpt.ops.fsck.records import check_lost_refs, check_records, is_sealed, read_refs, should_be_sealed
+from cas_ckpt.ops.fsck.records import (
+    ASIDE_PREFIX,
+    check_lost_refs,
+    check_records,
+    is_sealed,
+    read_refs,
+    refs_ever_made,
+    should_be_sealed,
+)
 from cas_ckpt.ops.fsck.recover import open_source
 from cas_ckpt.ops.fsck.repair_packs import repair_packs
 from cas_ckpt.ops.fsck.repair_refs import repair_refs
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairReport, RepairRequest
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.file import FileStore, is_no_file, move_aside
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 
@@ -93,7 +103,10 @@ def repair_store(
         raise PermissionDeniedError(f"{store.url} cannot be written: repair where it can")
     log = RepairLog(request.dry_run)
     if RepairKind.CONFIG in request.kinds:
+        _make_room(store, RepairKind.CONFIG, [CONFIG_KEY], log)
         _repair_config(store, request.sources, index_url, log)
+    if RepairKind.INDEX in request.kinds:
+        _make_room_for_index(store, index_url, log)
     index = open_index(store, index_url, Findings(store))
     with nullcontext() if index is None else closing(index):
         _repair_all_but_index(store, index, request, log, progress)
@@ -127,6 +140,7 @@ def _repair_all_but_index(
     with ExitStack() as stack:
         sources = [stack.enter_context(closing(open_source(url))) for url in request.sources]
         if RepairKind.STATE in kinds:
+            _make_room(store, RepairKind.STATE, [GC_STATE_KEY], log)
             _repair_gc_state(store, index, log)
         if RepairKind.RECORDS in kinds:
             _repair_records(store, sources, log)
@@ -141,7 +155,34 @@ def _repair_all_but_index(
             if index is None:
                 index = stack.enter_context(Index.open(IN_MEMORY, store_id=config.store_id))
                 add_all_packs(store, index, progress=progress)
+            _make_room(store, RepairKind.REFS, sorted(refs_ever_made(store, index)), log)
             repair_refs(RepositoryHandle(store, config, index), sources, request.refs, log)
+
+
+# --- what is in the place of a file ---------------------------------------------------------
+
+
+def _make_room(store: Store, kind: RepairKind, keys: Iterable[str], log: RepairLog) -> None:
+    """Move folders and links away that are where the records `keys` belong: no record can be written there."""
+    if isinstance(store, FileStore):
+        for key in keys:
+            if is_no_file(store.root / key):
+                _move_aside(store, kind, store.root / key, key, log)
+
+
+def _make_room_for_index(store: Store, index_url: str | None, log: RepairLog) -> None:
+    """Likewise for the files of an index that is one; a link to one stays."""
+    place = index_url or usual_index_place(store, read_config(store).store_id)
+    if isinstance(store, FileStore) and "://" not in place and place != IN_MEMORY:
+        for path in (Path(f"{place}{end}") for end in ("", "-wal", "-shm", "-journal")):
+            if is_no_file(path, links=True):
+                _move_aside(store, RepairKind.INDEX, path, f"index/{path.name}", log)
+
+
+def _move_aside(store: FileStore, kind: RepairKind, path: Path, key: str, log: RepairLog) -> None:
+    if not log.dry_run:
+        move_aside(path, store.root / ASIDE_PREFIX / key)
+    log.did(kind, key, f"a folder or link that was in its place is in {ASIDE_PREFIX} now")
 
 
 # --- config -------------------------------------------------------------------------------

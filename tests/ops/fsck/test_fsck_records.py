@@ -396,3 +396,21 @@ def test_a_clone_says_what_branches_named_when_it_last_fetched(repo: Path, tmp_p
     assert {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)} == heads
     handle.close()
     assert check(repo).ok
+
+
+@pytest.mark.parametrize("where", ["refs/heads/main.ref", "gc/state", "config", "index/index.sqlite-wal"])
+@pytest.mark.parametrize("what", ["folder", "link"])
+def test_the_printed_repair_moves_away_what_is_no_file(
+    repo: Path, intact: Path, tmp_path: Path, where: str, what: str
+) -> None:
+    (repo / where).unlink(missing_ok=True)
+    if what == "link" and not where.startswith("index/"):
+        (repo / where).symlink_to(intact / where)
+    else:
+        (repo / where).mkdir()
+        (repo / where / "file").write_bytes(b"own")
+    report = check(repo)
+    assert report.commands
+    assert repair_as_told(repo, report, other=intact).ok
+    assert check(repo).ok
+    assert (repo / "damaged" / where).is_dir() or (repo / "damaged" / where).is_symlink()
