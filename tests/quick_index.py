@@ -42,8 +42,8 @@ def migrations_run() -> Iterator[None]:
 _new_engine = sqlite.open_engine
 
 
-def _open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:
-    engine, first = _new_engine(connect, shared=shared), _first_engine()
+def _open_engine(connect: Callable[[], sqlite3.Connection], **how: bool) -> Engine:
+    engine, first = _new_engine(connect, **how), _first_engine()
     engine.dialect, engine._compiled_cache = first.dialect, first._compiled_cache
     return engine
 

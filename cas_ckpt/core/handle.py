@@ -653,6 +653,10 @@ def _open_index(place: str, store_id: str, read_only: bool) -> Index:
         # Without an index where none may be written, or with a disk too full to open one: what
         # is stored can still be read, and an index in memory will do.
         return Index.open(IN_MEMORY, store_id=store_id)
+    except PermissionDeniedError:  # of a colleague, who lets it be read: enough to read the repository
+        if read_only or "://" in place:
+            raise
+        return _open_index(place, store_id, True)
     if index.matches:
         return index
     index.close()

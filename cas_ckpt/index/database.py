@@ -14,6 +14,8 @@ Knows nothing of what tables, rows and numbers mean.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import secrets
 import sqlite3
@@ -57,7 +59,7 @@ from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.index import postgres, sqlite
 from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused, translated, unreadable
-from cas_ckpt.index.open_lock import OpenLock, while_closed
+from cas_ckpt.index.open_lock import OpenLock, may_write, while_closed
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import OBJECTS, refuse_foreign
 
@@ -192,12 +194,14 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
     check_path(name)
     path = Path(name)
     if read_only:
-        engine = sqlite.open_engine(sqlite.reader(path))
+        engine = sqlite.open_engine(sqlite.reader(path), afresh=not may_write(path))
         return Database(engine, str(path), True, nullcontext(), Lock(), OpenLock(path, read_only=True), path=path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise file_refused(error, f"{path}: its folder cannot be made") from error
+    if not may_write(path):
+        raise file_refused(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), f"{path}: it may only be read")
     open_lock = OpenLock(path, read_only=False)
     engine = sqlite.open_engine(lambda: sqlite.writer(path))
     return Database(engine, str(path), False, nullcontext(), Lock(), open_lock, path=path)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from cas_ckpt.index.first_parents import LINE, line_as_log
-from cas_ckpt.index.open_lock import OpenLock
+from cas_ckpt.index.open_lock import OpenLock, may_write
 from cas_ckpt.index.rows import REVISIONS, CommitRow
 from cas_ckpt.index.texts import read_json, read_metrics
 from cas_ckpt.objects.graph import CommitGraph
@@ -64,7 +64,7 @@ def read_log(
     Args:
         first_parent: Follow only the first parent of merges.
     """
-    if not path.is_file():
+    if not path.is_file() or not may_write(path):
         return None
     lock = OpenLock(path, read_only=False)
     try:

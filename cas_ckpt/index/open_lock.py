@@ -1,4 +1,4 @@
-"""The lock that says that an index in a file is open, for all who open it, in whatever way. Knows nothing of SQL."""
+"""Who has an index in a file open, by a lock for all who open it, and who may write it. Knows nothing of SQL."""
 
 from __future__ import annotations
 
@@ -63,5 +63,14 @@ def while_closed(path: Path) -> Iterator[None]:
             os.close(fd)
 
 
+def may_write(path: Path) -> bool:
+    """Whether this user may write the file; else SQLite opens it all the same, and makes files beside it."""
+    return not path.exists() or os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
 def _open_lock_file(path: Path, flags: int) -> int:
-    return os.open(path.with_name(path.name + ".lock"), flags | os.O_CLOEXEC, 0o666)
+    name = path.with_name(path.name + ".lock")
+    try:
+        return os.open(name, flags | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # of somebody who does not let us write, which a lock does not need here
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC)

@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine
+from sqlalchemy import Connection, Engine, NullPool, QueuePool, StaticPool, create_engine
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.db_errors import file_refused
+from cas_ckpt.index.open_lock import may_write
 from cas_ckpt.index.schema import refuse_foreign
 
 PAGE_BYTES = 512
@@ -56,8 +58,14 @@ _WRITER_PRAGMAS = (
 _ATTACHED_PRAGMAS = ("synchronous=NORMAL", "journal_size_limit=4194304")
 
 
-def open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:
-    """An engine over such connections; `shared`: over one, which all threads take in turn."""
+def open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False, afresh: bool = False) -> Engine:
+    """An engine over such connections; `shared`: over one, which all threads take in turn.
+
+    Args:
+        afresh: Each transaction gets a new one: what is open cannot notice that others write.
+    """
+    if afresh:
+        return create_engine("sqlite://", creator=connect, poolclass=NullPool)
     pool = {"poolclass": StaticPool} if shared else {"poolclass": QueuePool, "pool_size": 4, "max_overflow": 28}
     return create_engine("sqlite://", creator=connect, **pool)
 
@@ -102,12 +110,33 @@ def writer(path: Path) -> sqlite3.Connection:
     Raises:
         ConflictError: it is a database of somebody else.
     """
-    connection = connect(f"file:{quote(str(path))}?mode=rwc")
+    _make(path)
+    connection = connect(f"file:{quote(str(path))}?mode=rw")
     if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # else it is ours, or was not made just now
         refuse_foreign({name for (name,) in connection.execute(TABLES)}, str(path))
     for pragma in _WRITER_PRAGMAS:
         _in_turn(connection, "PRAGMA " + pragma)
     return connection
+
+
+def _make(path: Path) -> None:
+    """Make the file, if it is not there: as any other, and writable for the group where the folder is.
+
+    SQLite makes it 0644 whatever the umask allows, and gives the files beside it the same mode and the user who happens
+    to come first: then the others are locked out.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError:  # it is there; else SQLite says why it cannot be made
+        return
+    try:
+        folder = os.stat(path.parent).st_mode
+        if folder & stat.S_IWGRP and not folder & stat.S_ISVTX:
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | stat.S_IRGRP | stat.S_IWGRP)
+    except OSError:
+        pass  # a filesystem without modes
+    finally:
+        os.close(fd)
 
 
 def _in_turn(connection: sqlite3.Connection, statement: str) -> None:
@@ -131,23 +160,28 @@ def _in_turn(connection: sqlite3.Connection, statement: str) -> None:
 def reader(path: Path) -> Callable[[], sqlite3.Connection]:
     """What opens the file `path` for reading, also on a medium where no shared memory file can be made.
 
+    Who may not write the file makes none beside it either: it would be this user's, and lock the others out.
+
     Raises:
         NotFoundError: there is no such file.
     """
     if not os.path.lexists(path):
         raise NotFoundError(f"index {path}: there is none; on the command line, cas-ckpt index rebuild makes it")
     uri = f"file:{quote(str(path))}?mode=ro"
+    beside = [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm")]
 
     def open_one() -> sqlite3.Connection:
         try:
-            return _probed(uri)
+            if may_write(path):
+                return _probed(uri)
+            if all(file.exists() for file in beside):  # somebody has it open
+                return _probed(uri + "&readonly_shm=1")
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
-            log = path.with_name(path.name + "-wal")
-            if log.exists() and log.stat().st_size > 0:  # a process died before it was folded into the file
-                return _copied(path)
-            return _probed(uri + "&immutable=1")
+        if beside[0].exists() and beside[0].stat().st_size > 0:  # a process died before it was folded into the file
+            return _copied(path)
+        return _probed(uri + "&immutable=1")
 
     return open_one
 
