@@ -229,6 +229,82 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+_NO_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
+_OPEN_FILES = "/proc/self/fd"
+
+
+class UnnamedFile:
+    """A file in the making, beside its place `path`, which has no name before it is whole.
+
+    If the process dies, nothing is left of it. Only where the system has no such files it has a name that tells that it
+    is a temporary of `path`.
+    """
+
+    def __init__(self, path: Path, *, named: bool = False) -> None:
+        """Make it; `named`: it will be closed before it is published."""
+        self._path = path
+        self._name: Path | None = None
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            if named or not os.path.isdir(_OPEN_FILES):
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            fd = os.open(path.parent, flags | os.O_TMPFILE, 0o666)
+        except OSError as error:
+            if error.errno not in _NO_UNNAMED:
+                raise
+            self._name = self._temporary()
+            fd = os.open(self._name, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        self._descriptor: Descriptor | None = Descriptor(fd)
+
+    @property
+    def fd(self) -> int:
+        """The open file number."""
+        if self._descriptor is None:
+            raise OSError(errno.EBADF, "the file was closed")
+        return self._descriptor.fd
+
+    def close(self) -> None:
+        """Close one that is named; nothing else is lost."""
+        if self._name is not None:
+            self._descriptor = None
+
+    def publish(self, *, replace: bool) -> None:
+        """Give it its name; the caller has synced it, and syncs the folder.
+
+        Raises:
+            FileExistsError: the name is taken, and not to be replaced.
+        """
+        if replace:
+            if self._name is None:
+                name = self._temporary()
+                self._link(name)
+                self._name = name
+            os.replace(self._name, self._path)
+            self._name = None
+        else:
+            self._link(self._path)
+        self.discard()
+
+    def discard(self) -> None:
+        """Close it, and remove the name of a temporary. Idempotent."""
+        self._descriptor = None
+        name, self._name = self._name, None
+        if name is not None:
+            with suppress(OSError):
+                os.unlink(name)
+
+    def _temporary(self) -> Path:
+        return self._path.with_name(f".{self._path.name[:200]}.{secrets.token_hex(8)}.tmp")
+
+    def _link(self, name: Path) -> None:
+        if self._name is not None:
+            os.link(self._name, name)
+            return
+        # With the descriptor of a folder, for else Python asks for a link to the link in /proc.
+        folder = Descriptor(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        os.link(f"{_OPEN_FILES}/{self.fd}", name, src_dir_fd=folder.fd, follow_symlinks=True)
+
+
 class TemporaryFolder:
     """The folder root/tmp: where values are made and changes of names take turns."""
 

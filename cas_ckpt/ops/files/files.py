@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
-from cas_ckpt.storage.disk import Descriptor, make_folders, sync_file, sync_folder
+from cas_ckpt.storage.disk import Descriptor, UnnamedFile, make_folders, sync_file, sync_folder
 from cas_ckpt.storage.store import translated
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -203,15 +202,19 @@ def band_of(shape: tuple[int, ...], box: Box) -> Box:
 
 _BUFFER_BYTES = 1024 * 1024
 
+MOST_UNNAMED = 200
+"""Files of one set that are open until they have names; few processes may have more than 1,024 open."""
+
 
 class OutputFiles:
     """A set of files of one folder in the making; a context manager that publishes on success.
 
     1. every name is checked to be free
-    2. each file is written under a temporary name beside its place, and synced
-    3. all are linked to their names, in order; the folder is synced
+    2. each file is written without a name, and synced
+    3. all get their names, in order; the folder is synced
 
-    An error removes the temporaries, the names that step 3 gave, and a folder that was made.
+    An error removes the names that step 3 gave, and a folder that was made; a crash before 3 leaves no file (of those
+    beyond `MOST_UNNAMED` it leaves temporaries).
     A crash in 3 leaves whole files, perhaps not all: the last one given is the one to trust.
     """
 
@@ -223,7 +226,7 @@ class OutputFiles:
         """
         self._folder = folder
         self._force = force
-        self._written: list[tuple[Path, Path]] = []  # temporary name, final name
+        self._written: list[tuple[UnnamedFile, Path]] = []
         self._made_folder = False
         if folder.exists() and not folder.is_dir():
             raise InvalidInputError(f"{folder} is not a folder: choose another place")
@@ -260,12 +263,14 @@ class OutputFiles:
             OutOfSpaceError, PermissionDeniedError, StorageError.
         """
         path = self._folder / name
-        temporary = self._folder / f".{name[:200]}.{secrets.token_hex(8)}.tmp"
-        with self._translating(path), open(temporary, "xb", buffering=_BUFFER_BYTES) as file:
-            self._written.append((temporary, path))
-            yield file
-            file.flush()
-            sync_file(file.fileno())
+        with self._translating(path):
+            made = UnnamedFile(path, named=len(self._written) >= MOST_UNNAMED)
+            self._written.append((made, path))
+            with open(made.fd, "wb", buffering=_BUFFER_BYTES, closefd=False) as file:
+                yield file
+                file.flush()
+                sync_file(made.fd)
+            made.close()
 
     @contextmanager
     def _translating(self, path: Path) -> Iterator[None]:
@@ -277,16 +282,12 @@ class OutputFiles:
     def _publish(self) -> None:
         named: list[Path] = []
         try:
-            for temporary, path in self._written:
+            for made, path in self._written:
                 with self._translating(path):
-                    if self._force:
-                        os.replace(temporary, path)
-                    else:
-                        try:
-                            os.link(temporary, path)
-                        except FileExistsError:
-                            raise _exists(path) from None
-                        os.unlink(temporary)
+                    try:
+                        made.publish(replace=self._force)
+                    except FileExistsError:
+                        raise _exists(path) from None
                 named.append(path)
             with self._translating(self._folder):
                 sync_folder(self._folder)
@@ -296,7 +297,8 @@ class OutputFiles:
             raise
 
     def _discard(self) -> None:
-        _remove([temporary for temporary, _ in self._written])
+        for made, _ in self._written:
+            made.discard()
         if self._made_folder:
             with suppress(OSError):
                 self._folder.rmdir()

@@ -12,7 +12,6 @@ gives: keys and places are checked when it is opened, before memory is taken, an
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import struct
 import threading
@@ -34,7 +33,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, most_bytes, seal, unseal
 from cas_ckpt.objects.pack import CHECK_BYTES, PACK_PREFIX
-from cas_ckpt.storage.disk import sync_file, sync_folder
+from cas_ckpt.storage.disk import UnnamedFile, sync_file, sync_folder
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
@@ -116,23 +115,22 @@ class BundleWriter(MemoryStore):
         self.places: dict[str, tuple[int, int]] = {}
         self.end = 0
         self.turn = threading.Lock()
-        self._temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         with writing(str(path)):
-            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._file = UnnamedFile(path)
         self.append(memoryview(_HEADER.pack(HEADER_MAGIC, VERSION)))
 
     def append(self, data: memoryview) -> None:
         """Add `data` to the end of the file."""
         with writing(str(self.path)):
             while data:
-                done = os.pwrite(self._file, data, self.end)
+                done = os.pwrite(self._file.fd, data, self.end)
                 self.end += done
                 data = data[done:]
 
     def cut(self, length: int) -> None:
         """Take away what is behind `length`."""
         with writing(str(self.path)):
-            os.ftruncate(self._file, length)
+            os.ftruncate(self._file.fd, length)
         self.end = length
 
     def open_writer(self, key: str) -> Any:
@@ -162,7 +160,7 @@ class BundleWriter(MemoryStore):
         start, size = self.places[key]
         if offset + length > size:
             raise too_short(key, offset, length, size)
-        return memoryview(os.pread(self._file, length, start + offset))
+        return memoryview(os.pread(self._file.fd, length, start + offset))
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
         """See `Store.get_tail`."""
@@ -196,17 +194,14 @@ class BundleWriter(MemoryStore):
         trailer = _TRAILER.pack(TRAILER_MAGIC, start, len(directory))
         self.append(memoryview(trailer + blake3(trailer).digest(length=CHECK_BYTES)))
         with writing(str(self.path)):
-            sync_file(self._file)
-            os.replace(self._temporary, self.path)
+            sync_file(self._file.fd)
+            self._file.publish(replace=True)
             sync_folder(self.path.parent)
         return self.end
 
     def close(self) -> None:
         """Leave nothing of a bundle that was not finished. Idempotent."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            self._temporary.unlink(missing_ok=True)
+        self._file.discard()
 
 
 class BundleStore(Uncopied):
