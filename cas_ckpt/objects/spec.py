@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cas_ckpt.errors import InvalidInputError, UnsupportedVersionError
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.objects.digest import LEAF_BYTES
 
 if TYPE_CHECKING:
@@ -71,15 +71,17 @@ def dtype_bytes(name: str) -> int:
 
 
 def check_known(spec: Spec, key: str) -> None:
-    """Refuse an entry whose dtype a later version stored, by its key.
+    """Refuse an entry whose dtype a later version stored, or of a shape that no array can have, by its key.
 
     Raises:
-        UnsupportedVersionError.
+        UnsupportedVersionError, UnsupportedValueError.
     """
     try:
         dtype_bytes(spec.dtype)
     except UnsupportedVersionError as error:
         raise UnsupportedVersionError(f"{key}: {error}") from error
+    if not spec.fits_array:
+        raise UnsupportedValueError(f"{key}: {spec} has no elements, and sizes that no array can have: reshape it")
 
 
 def _numpy_dtype(name: str) -> np.dtype[np.void]:
@@ -216,6 +218,11 @@ class Spec:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.num_elements * self.item_bytes
+
+    @property
+    def fits_array(self) -> bool:
+        """Whether NumPy can have such an array: it multiplies the sizes of one without elements too."""
+        return math.prod(filter(None, self.shape)) * self.item_bytes < 1 << 63
 
     @property
     def box(self) -> Box:

@@ -212,7 +212,7 @@ class NamedModule:
         """Load what `state_dict` gave, here or under other wrappers."""
         found = survey(self.module)
         if not found.prefixes:
-            self.module.load_state_dict(state_dict)
+            self._load(state_dict)
             return
         # In the module's own dict, which has its wrappers' names.
         state: Any = self.module.state_dict()
@@ -224,7 +224,20 @@ class NamedModule:
             told = state_dict._metadata
             for name in state._metadata:
                 state._metadata[name] = told.get(found.clean_module(name), state._metadata[name])
-        self.module.load_state_dict(state)
+        self._load(state)
+
+    def _load(self, given: Any) -> None:
+        """Load a state; one of the names that the module gives is what it takes, whatever torch expects besides.
+
+        Some modules save more than they look for (the quantization of bitsandbytes, hooks), or less: torch would not
+        let them load their own state.
+        """
+        is_torchs = type(self.module).load_state_dict is torch.nn.Module.load_state_dict
+        # Under FSDP1 the state is a gathered one, and its keys are torch's own.
+        if is_torchs and not isinstance(self, FlatModule) and self.module.state_dict().keys() == given.keys():
+            self.module.load_state_dict(given, strict=False)
+        else:
+            self.module.load_state_dict(given)
 
 
 # ------------------------------------------------------------ versions of modules
@@ -365,7 +378,7 @@ class Names:
         """A Stateful that gives the state of `value` by names; `value` itself if it has no such form."""
         if isinstance(value, torch.nn.Module):
             return FlatModule(value) if self._survey(value).flat else NamedModule(value)
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, torch.optim.Optimizer) and hasattr(value, GROUPS):  # else it has a state of its own form
             return self._optimizer(value)
         return value
 

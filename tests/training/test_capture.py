@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter, OrderedDict, UserDict, deque, namedtuple
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.state import Container, TensorItem, ValueItem, walk
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import Container, Flavor, StoredTensor, TensorItem, ValueItem, walk
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.capture.tensors import simple_item, supported, tensor_item
 from cas_ckpt.training.per_rank import RNGState
 from cas_ckpt.training.stateful import StateDict
-from tests.training.roundtrip import commit, load
+from tests.training.roundtrip import commit, failure_of, load
 
 Pair = namedtuple("Pair", "a b")
 
@@ -270,3 +272,20 @@ def test_what_has_no_memory_is_left_to_the_long_way() -> None:
     short.untyped_storage().resize_(400)
     for tensor in (freed, short, torch.ones(3, device="meta"), torch.eye(3).to_sparse()):
         assert simple_item(tensor) is None
+
+
+def test_tensors_of_sizes_that_no_array_can_have_are_refused() -> None:
+    assert "reshape it" in str(failure_of(lambda: commit({"w": torch.empty(0, 1 << 62)})))
+    made = load(commit({"w": torch.empty(0, 1 << 60)}))
+    assert made["w"].shape == (0, 1 << 60)
+    tree = Container("dict", {"w": StoredTensor(Spec("float32", (0, 1 << 62)), Flavor.NUMPY, None, b"")})
+    assert "reshape it" in str(failure_of(lambda: load(tree)))
+
+
+def test_a_masked_tensor_is_refused_by_key() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        masked = torch.masked.masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
+    assert "w: cannot store a masked tensor: store its get_data() and get_mask()" in str(
+        failure_of(lambda: commit({"w": masked}))
+    )

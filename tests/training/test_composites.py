@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from cas_ckpt.errors import CorruptionError, MismatchError
+from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
 from cas_ckpt.objects.state import Container
 from cas_ckpt.training.capture.composites import compose
 from cas_ckpt.training.capture.tensors import tensor_item
@@ -161,3 +162,20 @@ def test_a_stored_tensor_without_its_parts_does_not_fit_and_touches_nothing(chil
     with pytest.raises(MismatchError, match="x: the commit holds a sparse_coo tensor of which parts are missing"):
         checkout(tree, {"x": target})
     assert torch.equal(target.to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (3,), check_invariants=False),
+        lambda: torch.sparse_csr_tensor(
+            torch.tensor([0, 1, 2]), torch.tensor([0, 9]), torch.ones(2), (2, 3), check_invariants=False
+        ),
+    ],
+    ids=["coo", "csr"],
+)
+def test_a_sparse_tensor_whose_indices_do_not_fit_it_is_not_committed(make: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(
+        UnsupportedValueError, match=r"^x: cannot store a sparse tensor whose indices do not fit it: .*"
+    ):
+        commit({"x": make()})

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cas_ckpt.errors import MismatchError, PartialRestoreError
 from cas_ckpt.training.stateful import StateDict
-from tests.training.roundtrip import checkout, commit, load, same_state
+from tests.training.roundtrip import checkout, commit, failure_of, load, same_state
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -147,6 +147,65 @@ def test_a_state_dict_becomes_exactly_the_commit_in_place() -> None:
     assert progress["loose"] is loose
     assert (progress["step"], progress["best"], loose.tolist()) == (3, 0.5, [1, 1])
     assert "later" not in progress
+
+
+def test_a_plain_value_in_the_place_of_a_state_dict_is_refused_before_anything_is_touched() -> None:
+    tree = commit({"w": torch.ones(3), "epoch": 3})
+    weight = torch.zeros(3)
+    for target in (StateDict(), StateDict(other=0), StateDict(epoch=0, other=0)):
+        failed = failure_of(lambda target=target: checkout(tree, {"w": weight, "epoch": target}))
+        assert isinstance(failed, MismatchError)
+        assert "the target is a StateDict, the commit holds a plain value of type int" in str(failed)
+        assert not weight.any()
+    for wanted in (StateDict(epoch=0), 0):
+        into: dict[str, Any] = {"w": weight, "epoch": wanted}
+        checkout(tree, into)
+        assert into["epoch"] in (3, {"epoch": 3})
+        assert into["epoch"] is wanted or wanted == 0
+
+
+class SavesMore(torch.nn.Module):
+    """Saves a part that it does not look for, and looks for one that it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(300))
+        self.inner = torch.nn.Linear(2, 2)
+        self.scale = torch.zeros(300)
+        self.register_state_dict_post_hook(SavesMore.change)
+
+    @staticmethod
+    def change(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "weight.scale"] = module.scale
+        del state[prefix + "inner.bias"]
+
+
+def test_a_module_takes_the_state_that_it_gives_even_if_torch_expects_another() -> None:
+    for wrap in (torch.nn.Sequential, torch.nn.DataParallel):
+        module = SavesMore()
+        with torch.no_grad():
+            module.weight.fill_(2)
+            module.scale.fill_(3)
+        tree = commit({"model": wrap(module)})
+        other = SavesMore()
+        checkout(tree, {"model": wrap(other)})
+        assert (other.weight[0].item(), other.scale[0].item()) == (2, 3)
+
+
+def test_an_optimizer_without_groups_is_an_object_with_a_state() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.value = state_dict["value"]
+
+    other = Own(0)
+    checkout(commit({"optim": Own(7)}), {"optim": other})
+    assert other.value == 7
 
 
 def test_stateful_objects_may_be_anywhere() -> None:

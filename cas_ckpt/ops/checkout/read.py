@@ -13,7 +13,7 @@ import numpy as np
 from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import CachedReads
-from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError
+from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
@@ -142,9 +142,11 @@ def read_array(handle: RepositoryHandle, tensor: StoredTensor | TensorEntry, box
     """The elements of `box` as a new array of raw items.
 
     Raises:
-        CorruptionError, NotFoundError.
+        CorruptionError, NotFoundError. UnsupportedValueError: no array can have this shape.
     """
     item_bytes = tensor.spec.item_bytes
+    if not tensor.spec.fits_array:
+        raise UnsupportedValueError(f"{tensor.spec} has no elements, and sizes that no array can have")
     if tensor.inline is not None:
         return np.array(inline_array(tensor)[box.slices])
     if tensor.node is None or not box.num_elements:

@@ -27,7 +27,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, shown_valu
 from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem, render_key
 from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.objects.values import register_value_type
-from cas_ckpt.training.capture.composites import decompose
+from cas_ckpt.training.capture.composites import check_indices, decompose
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
     PLAIN_TENSORS,
@@ -203,7 +203,9 @@ class _Capture:
         if not plain.is_cpu:
             self.devices.add(plain.device)
         if plain.layout != torch.strided or plain.is_quantized:
-            return decompose(plain, key=render_key(path))
+            parts = decompose(plain, key=render_key(path))
+            check_indices(plain, path)
+            return parts
         return tensor_item(plain)
 
     def _array(self, array: np.ndarray[Any, Any], path: Path) -> Item:

@@ -15,12 +15,13 @@ import torch
 
 from cas_ckpt.errors import CorruptionError, UnsupportedValueError
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.state import Container, Item, Name, TensorItem
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
     SPARSE_LAYOUTS,
     elements_of,
     needed_bytes,
+    refusal,
     storage_bytes,
     tensor_item,
     torch_dtype,
@@ -57,15 +58,41 @@ def decompose(tensor: torch.Tensor, *, key: str) -> Container:
         parts = {"indices": indices, "values": values}
         attrs = {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()}
     else:
-        by_row = tensor.layout in _BY_ROW
-        compressed, plain = ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
-        parts = {
-            "compressed_indices": getattr(tensor, compressed)(),
-            "plain_indices": getattr(tensor, plain)(),
-            "values": tensor.values(),
-        }
+        compressed, plain = compressed_indices(tensor)
+        parts = {"compressed_indices": compressed, "plain_indices": plain, "values": tensor.values()}
         attrs = {"shape": tuple(tensor.shape)}
     return Container(_KINDS[tensor.layout], {name: tensor_item(part) for name, part in parts.items()}, attrs)
+
+
+def check_indices(tensor: torch.Tensor, path: Path) -> None:
+    """Refuse a sparse tensor which no restore could make, since its indices do not fit its shape.
+
+    Raises:
+        UnsupportedValueError: names the key.
+    """
+    if tensor.is_quantized:
+        return
+    tensor = tensor.detach()
+    try:
+        if tensor.layout == torch.sparse_coo:
+            indices, values = sparse_parts(tensor)
+            attrs: dict[str, Any] = {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()}
+            _sparse("sparse_coo", attrs, {"indices": indices, "values": values})
+        else:
+            compressed, plain = compressed_indices(tensor)
+            torch.sparse_compressed_tensor(
+                compressed, plain, tensor.values(), tuple(tensor.shape), layout=tensor.layout, check_invariants=True
+            )
+    except RuntimeError as error:
+        what = str(error).splitlines()[0]
+        raise refusal(path, "sparse tensor whose indices do not fit it", f"{what}: make it anew") from error
+
+
+def compressed_indices(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The compressed and the plain indices of a tensor of CSR, CSC, BSR or BSC."""
+    if tensor.layout in _BY_ROW:
+        return tensor.crow_indices(), tensor.col_indices()
+    return tensor.ccol_indices(), tensor.row_indices()
 
 
 def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:

@@ -144,6 +144,8 @@ def supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         fault = "nested tensor", "store its values and offsets"
     elif tensor.dtype not in DTYPE_NAMES:
         fault = f"tensor of dtype {tensor.dtype}", "convert it to another dtype"
+    elif not tensor.numel() and not spec_of(tensor).fits_array:
+        fault = f"tensor of the shape {list(tensor.shape)}", "no array can have these sizes: reshape it"
     elif tensor.is_quantized or tensor.layout in _SPARSE:
         return tensor
     elif tensor.layout != torch.strided:
@@ -163,6 +165,8 @@ def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         return supported(arrived.wait(), path)
     if is_lazy(tensor):
         raise refusal(path, f"uninitialized parameter ({name})", "run the model once before committing")
+    if name == "MaskedTensor" and type(tensor).__module__.startswith("torch."):
+        raise refusal(path, "masked tensor", "store its get_data() and get_mask()")
     if tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
         raise refusal(path, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
     return tensor.as_subclass(torch.Tensor)

@@ -397,6 +397,14 @@ class _Walk:
 
     def _shared(self, target: Stateful, item: Item, path: Path) -> None:
         """A value that is the same on all ranks."""
+        if isinstance(target, StateDict) and not _holds_dict(item):
+            if [*target] != [path[-1]]:
+                self.draft.faults.append(
+                    f"{render_key(path)}: the target is a StateDict, the commit holds {describe(item)}: put a plain "
+                    f"value there, or StateDict({path[-1]}=0), which takes it under that name"
+                )
+                return
+            item = Container("dict", {path[-1]: item})
         adapter = self.names.adapt(target)
         load: Callable[[Any], Any] = adapter.load_state_dict
         state: Any = adapter.read() if isinstance(adapter, NamedOptimizer) else adapter.state_dict()
@@ -476,8 +484,7 @@ class _Walk:
         draft = self.draft
         if isinstance(target, StateDict) or not isinstance(own, Mapping):
             return build
-        is_value = isinstance(item, ValueItem) and isinstance(item.value, Mapping)
-        if not is_value and not (isinstance(item, Container) and item.kind in _MAPPINGS):
+        if not _holds_dict(item):
             if own and draft.selection.covers(path):
                 fault = f"{render_key(path)}: the target saves a dict, the commit holds {describe(item)}"
                 draft.faults.append(f"{fault}: commit and restore objects of one kind")
@@ -489,6 +496,12 @@ class _Walk:
         foreign = stored - mine if missing or is_scheduler else frozenset()
         draft.unexpected += [(*path, name) for name in sorted(foreign)]
         return (lambda: completed(build(), own, missing, foreign)) if missing or foreign else build
+
+
+def _holds_dict(item: Item) -> bool:
+    if isinstance(item, ValueItem):
+        return isinstance(item.value, Mapping)
+    return isinstance(item, Container) and item.kind in _MAPPINGS
 
 
 def _compared_names(state: Iterable[Any], *, is_scheduler: bool) -> frozenset[str]:
