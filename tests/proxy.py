@@ -50,6 +50,7 @@ class Fault:
     Attributes:
         status, body, headers: Answered without asking the server.
         cut_request_at: So many bytes of the request's body are passed on, then both connections are cut.
+        cut_head_at: So many bytes of the answer's status and headers are passed on, then the connection is closed.
         cut_reply_at: So many bytes of the answer's body are passed on, then the connection is cut.
         drop_reply: The server does it, the client hears nothing.
         delay_s: Before the answer.
@@ -60,6 +61,7 @@ class Fault:
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
     cut_request_at: int | None = None
+    cut_head_at: int | None = None
     cut_reply_at: int | None = None
     drop_reply: bool = False
     delay_s: float = 0.0
@@ -78,6 +80,10 @@ def s3_error(code: int, name: str, message: str = "by plan") -> Fault:
 
 def cut_request(at: int = 0) -> Fault:
     return Fault(cut_request_at=at)
+
+
+def cut_head(at: int) -> Fault:
+    return Fault(cut_head_at=at)
 
 
 def cut_reply(at: int = 0) -> Fault:
@@ -230,7 +236,10 @@ class Proxy(Listener):
             kept = [each for each in headers if each[0].lower() not in ("content-length", "transfer-encoding")]
             client.sendall(_text_of(first, [*kept, ("Content-Length", str(len(body)))]) + body)
             return True
-        client.sendall(_text_of(first, headers))
+        client.sendall(_text_of(first, headers)[: fault.cut_head_at])
+        if fault.cut_head_at is not None:
+            client.shutdown(socket.SHUT_WR)  # not reset: what was sent arrives
+            return False
         if fault.cut_reply_at is not None:
             self._move(answered, client, min(int(length or 0), fault.cut_reply_at), "down")
             return False

@@ -41,6 +41,7 @@ from cas_ckpt.errors import (
     reworded,
 )
 from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, whole_reply
+from cas_ckpt.storage.timed_answers import timed
 
 T = TypeVar("T")
 
@@ -145,7 +146,9 @@ class Requests:
         session = client._http
         if not session.is_mtls:  # else its adapter has a certificate
             for scheme in ("https://", "http://"):
-                session.mount(scheme, HTTPAdapter(pool_connections=2, pool_maxsize=self._pool_size, max_retries=0))
+                session.mount(scheme, _Adapter(pool_connections=2, pool_maxsize=self._pool_size, max_retries=0))
+        for adapter in session.adapters.values():
+            adapter.poolmanager.pool_classes_by_scheme = timed(adapter.poolmanager.pool_classes_by_scheme)
         return client
 
     def close(self) -> None:
@@ -219,6 +222,17 @@ class Requests:
         credentials = getattr(self._client.made, "_credentials", None)
         found = (getattr(credentials, name, None) for name in ("token", "refresh_token", "client_secret"))
         return [text for text in found if isinstance(text, str) and text]
+
+
+class _Adapter(HTTPAdapter):
+    """Also by way of a proxy, answers are timed."""
+
+    def proxy_manager_for(self, proxy: str, **kwargs: Any) -> Any:
+        is_new = proxy not in self.proxy_manager
+        manager: Any = super().proxy_manager_for(proxy, **kwargs)
+        if is_new:
+            manager.pool_classes_by_scheme = timed(manager.pool_classes_by_scheme)
+        return manager
 
 
 class Asking:

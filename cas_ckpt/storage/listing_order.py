@@ -2,7 +2,7 @@
 
 S3 promises code points: `ft-b` before `ft/a`. Services that keep objects in folders (SeaweedFS) list folder by folder:
 all of `ft/` first, since `ft` is less than `ft-b`. Then what is in a folder is held back until no name that belongs
-before it can follow; what is beside folders is passed on as it comes, a flat listing of a million packs too.
+before it can follow: of packs one folder in 256. What is beside folders is passed on as it comes.
 
 Invariant: each name comes after the one before it in one of the two orders, the same throughout the listing.
 Must not know: pages, prefixes of stores, vendors.

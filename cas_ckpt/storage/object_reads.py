@@ -34,9 +34,6 @@ _MOST_BREAKS = 5
 
 _PROGRESS_BYTES = 256 << 10
 _BREAK_PAUSE_S = 0.2
-_PATIENCE_S = 60.0
-_LEAST_BYTES = 32 << 10
-"""A body that brings less than this in `_PATIENCE_S` is treated as broken off: a reader could wait for ever."""
 
 _MOST_RESTARTS = 5
 """Times that a value is read from its beginning, as it was replaced meanwhile."""
@@ -163,7 +160,6 @@ class _Stream:
     def fill(self, view: memoryview) -> None:
         """Fill `view`, which is not longer than what is left, with the next bytes."""
         done = since_break = breaks = 0
-        pace = _Pace(self._name)
         while done < view.nbytes:
             try:
                 got = self._answer.body.readinto(view[done : done + _READ_BYTES])
@@ -172,15 +168,12 @@ class _Stream:
                 done += got
                 self._at += got
                 since_break += got
-                if done < view.nbytes:
-                    pace.count(got)
             except TransientStorageError:
                 breaks = 1 if since_break >= _PROGRESS_BYTES else breaks + 1
                 since_break = 0
                 if breaks > _MOST_BREAKS:
                     raise
                 self._read_on(breaks)
-                pace = _Pace(self._name)
 
     def _read_on(self, breaks: int) -> None:
         """Ask for the rest."""
@@ -192,30 +185,6 @@ class _Stream:
             raise _other_range(self._name, self._answer)
         if self._answer.version != self.version:
             raise _replaced(self._name)
-
-
-class _Pace:
-    """Whether the bytes of a body come fast enough."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._since_s = clock.monotonic_s()
-        self._num_bytes = 0
-
-    def count(self, num_bytes: int) -> None:
-        """Note so many more.
-
-        Raises:
-            TransientStorageError: they came too slowly.
-        """
-        now_s = clock.monotonic_s()
-        self._num_bytes += num_bytes
-        if self._num_bytes >= _LEAST_BYTES:
-            self._since_s, self._num_bytes = now_s, 0
-        elif now_s - self._since_s > _PATIENCE_S:
-            raise TransientStorageError(
-                f"reading {self._name}: {self._num_bytes} bytes came in {_PATIENCE_S:.0f} s: too slow to go on"
-            )
 
 
 def _replaced(name: str) -> ConditionFailed:

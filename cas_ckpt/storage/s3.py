@@ -72,6 +72,7 @@ from cas_ckpt.storage.bucket_url import (
 )
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import missing
+from cas_ckpt.storage.timed_answers import timed
 
 SETTINGS = (
     "endpoint", "region", "profile", "path_style", "sse", "kms_key_id", "storage_class", "requester_pays", "parallel",
@@ -222,6 +223,7 @@ class S3Bucket:
         )
         http_session = client._endpoint.http_session
         http_session.send = _bounded(http_session.send)
+        http_session._pool_classes_by_scheme.update(timed(http_session._pool_classes_by_scheme))
         return client
 
     def close(self) -> None:

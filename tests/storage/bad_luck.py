@@ -22,7 +22,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing.store_values import noise
-from tests.proxy import Fault, Proxy, Request, cut_reply, cut_request, delay, drop_reply, edit, status
+from tests.proxy import Fault, Proxy, Request, cut_head, cut_reply, cut_request, delay, drop_reply, edit, status
 
 PART = 256 << 10
 LONG = noise(2 * PART + 12_345)
@@ -226,6 +226,10 @@ class BadLuck:
         place.proxy.plan(status(500), method="GET", match="value", when=delete)
         with pytest.raises(NotFoundError, match="value"):
             place.store.get("value")
+
+    @pytest.mark.parametrize("at", [5, 40, 90, 150])
+    def test_a_reply_that_is_cut_inside_its_headers_is_asked_for_again(self, place: Place, at: int) -> None:
+        sits_out(place, cut_head(at))
 
     def test_a_slow_reply_is_waited_for_and_one_that_never_comes_is_asked_for_again(
         self, place: Place, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,6 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gcs_requests, "_LONGEST_PAUSE_S", 0.002)
     monkeypatch.setattr(gcs_requests, "_BUDGET", 25)
     monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_reads, "_PATIENCE_S", 0.1)
     for vendor in (gcs_requests, s3):
         monkeypatch.setattr(vendor, "_READ_TIMEOUT_S", 2.0)
     monkeypatch.setattr(bucket_client, "_LONGEST_REPLY_S", 0.3)
@@ -168,12 +167,6 @@ def test_a_body_shorter_than_it_says_is_no_value(opened: Opened) -> None:
         assert server.num_requests < 60
 
 
-@pytest.mark.parametrize("told", [{"Content_Length": 1000}, {"Content_Length": 1000, "Content_Encoding": "gzip"}])
-def test_a_body_that_drips_is_given_up(opened: Opened, told: dict[str, object]) -> None:
-    with Hostile(drip(head(**told))) as server:
-        assert isinstance(refused(lambda: opened(server).get("refs/main")), StorageError)
-
-
 def test_an_answer_that_drips_or_does_not_end_is_given_up(opened: Opened) -> None:
     chunked = head(Transfer_Encoding="chunked")
     for serve in (drip(chunked, b"1\r\n \r\n"), for_ever(chunked, b"10000\r\n" + b" " * 65536 + b"\r\n")):
@@ -193,6 +186,31 @@ def test_an_error_whose_text_does_not_end_is_an_error(opened: Opened) -> None:
 def test_headers_that_do_not_end_are_an_error(opened: Opened) -> None:
     with Hostile(for_ever(b"HTTP/1.1 200 OK\r\n", b"x-a: " + b"y" * 1000 + b"\r\n")) as server:
         assert peak_bytes(lambda: refused(lambda: opened(server).get("refs/main"))) < 32 << 20
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"HTTP/1.1 2",
+        b"HTTP/1.1 200 OK\r\nx-a: ",
+        head(Transfer_Encoding="chunked"),
+        head(Transfer_Encoding="chunked") + b"5; ",
+        head(Content_Length=60_000),
+        head(Content_Length=60_000, Content_Encoding="gzip"),
+        head(403, Content_Length=60_000),
+    ],
+    ids=["nothing", "status", "header", "size of a chunk", "extension of a chunk", "body", "packed body", "error"],
+)
+def test_an_answer_that_drips_wherever_it_is_is_given_up_in_time(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    for vendor in (gcs_requests, s3):
+        monkeypatch.setattr(vendor, "_READ_TIMEOUT_S", 0.1)
+    with Hostile(drip(begun, b"0")) as server:
+        store = opened(server)
+        for call in (lambda: store.get("refs/main"), lambda: list(store.list("")), lambda: store.put("a", b"x")):
+            assert isinstance(refused(call), StorageError)
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x00\xff" * 100, b"HTTP/9.9 999 x\r\n\r\n", b"HTTP/1.1 200\r\n\r\n{}"])

@@ -1,0 +1,90 @@
+"""Answers of HTTP whose head is whole, and whose bytes come in time: what Python's own client does not see to.
+
+It takes a head that is cut off for a shorter one, so that headers are missing that were sent; and its timeout is for
+each piece that comes, so that a server which sends a byte now and then is waited for without end.
+
+    1. the head, from the first byte to the empty line, comes within the timeout, or TimeoutError is raised
+    2. a head that ends before its empty line is a ConnectionResetError: the request is sent again, as after any break
+    3. of the body at least `LEAST_BYTES` come in each such time, or its end
+
+Only the time that is spent waiting for the server counts: whoever reads may take breaks.
+Must not know: vendors, what is answered.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from cas_ckpt import clock
+
+LEAST_BYTES = 32 << 10
+
+
+class _TimedStream(io.RawIOBase):
+    """What comes over `connection`, in time."""
+
+    def __init__(self, stream: Any, connection: socket.socket) -> None:
+        self._stream = stream
+        self._connection = connection
+        self._timeout_s = connection.gettimeout()
+        self._left_s = self._timeout_s
+        self._num_bytes = 0
+        self.in_head = True
+
+    def body_follows(self) -> None:
+        """The head has come."""
+        self.in_head = False
+        self._left_s, self._num_bytes = self._timeout_s, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._left_s is None:  # whoever made the connection waits for ever
+            return int(self._stream.readinto(buffer))
+        if self._left_s <= 0:
+            raise TimeoutError(f"{self._num_bytes} bytes came in {self._timeout_s} s: too slow to go on")
+        before_s = clock.monotonic_s()
+        self._connection.settimeout(self._left_s)
+        try:
+            got = int(self._stream.readinto(buffer))
+        finally:
+            self._connection.settimeout(self._timeout_s)
+            self._left_s -= clock.monotonic_s() - before_s
+        if not got and self.in_head and self._num_bytes:
+            raise ConnectionResetError("the connection was closed before the headers had come whole")
+        self._num_bytes += got
+        if self._num_bytes >= LEAST_BYTES and not self.in_head:
+            self._left_s, self._num_bytes = self._timeout_s, 0
+        return got
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class TimedAnswer(http.client.HTTPResponse):
+    """See above."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self._timed = _TimedStream(self.fp.detach(), sock)
+        self.fp = io.BufferedReader(self._timed)
+
+    def begin(self) -> None:
+        """Read the head."""
+        super().begin()
+        self._timed.body_follows()
+
+
+def timed(pools: Mapping[str, Any]) -> dict[str, Any]:
+    """The same classes of pools of connections (those of urllib3), whose answers are timed."""
+    made = {}
+    for scheme, pool in pools.items():
+        connection = type(pool.ConnectionCls.__name__, (pool.ConnectionCls,), {"response_class": TimedAnswer})
+        made[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
+    return made
