@@ -9,6 +9,8 @@ is found out by reading it, not here.
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 VERSION = 1
 PREFIX = "forgotten/"
 RELEASED_PREFIX = "released/"
+
+_NAME_BYTES = 16
+_KEY = re.compile(rf"({PREFIX}|{RELEASED_PREFIX})[0-9a-f]{{{2 * _NAME_BYTES}}}")
+_LOGGER = logging.getLogger("cas_ckpt")
 
 MANY_RECORDS = 16
 """More than so many are merged into one when garbage is collected."""
@@ -144,7 +150,17 @@ def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Di
 
 
 def _keys(store: Store, prefix: str = PREFIX) -> list[str]:
-    return few_keys(store, prefix)
+    """The keys of the records; others that a stranger put there are passed by, and the log says so."""
+    found = few_keys(store, prefix)
+    odd = [key for key in found if not is_record(key)]
+    if odd:
+        _LOGGER.warning("%s: passed by, as no record has such a name: delete it (%d keys like it)", odd[0], len(odd))
+    return [key for key in found if is_record(key)]
+
+
+def is_record(key: str) -> bool:
+    """Whether `_write` gives such keys."""
+    return _KEY.fullmatch(key) is not None
 
 
 def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> list[str]:
@@ -156,7 +172,7 @@ def _write(store: Store, kind: str, prefix: str, ids: Iterable[Digest], about: d
     """Records of these commits, each as long as readers take; one where there are none."""
     ordered, keys = sorted(set(ids)), []
     for start in range(0, max(len(ordered), 1), MOST_NAMED):
-        key = prefix + secrets.token_hex(16)
+        key = prefix + secrets.token_hex(_NAME_BYTES)
         store.put(key, seal(kind, VERSION, {**about, "commits": ordered[start : start + MOST_NAMED]}, key=key))
         keys.append(key)
     return keys

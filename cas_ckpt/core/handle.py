@@ -57,7 +57,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
-from cas_ckpt.objects.pack import PACK_PREFIX, Location
+from cas_ckpt.objects.pack import PACK_PREFIX, Location, is_pack
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
@@ -247,7 +247,7 @@ class RepositoryHandle(Uncopied):
         """
         with self._lock:
             known = dict(self.index.packs())  # before the listing: it confirms what is listed
-            stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
+            stored = {key: size for key, size in self.store.list(PACK_PREFIX) if is_pack(key)}
             if known and not stored:
                 require_there(self.store)
             gone = [key for key, size in known.items() if stored.get(key) != size]

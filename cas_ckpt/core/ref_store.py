@@ -306,7 +306,8 @@ class RefStore:
         """Keys of all refs that ever named something, also of those whose record is lost."""
         most = len(RefKind) * current_limits().max_refs
         keys = few_keys(self._store, NAMES_PREFIX, most=most, instead=f"if they are meant, {_RAISE}")
-        return {REFS + key.removeprefix(NAMES_PREFIX) for key in keys}
+        named = [REFS + key.removeprefix(NAMES_PREFIX) for key in keys]
+        return {key for kind in RefKind for _, _, key in _names(kind, named)}  # no writer of ours made others
 
     def was_announced(self, key: str) -> bool:
         """Whether the ref under `key` ever named something."""

@@ -8,6 +8,7 @@ of files.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,12 +57,18 @@ COALESCE_GAP_BYTES = 64 * 1024
 COALESCE_SPAN_BYTES = 8 * 1024 * 1024
 """Extents that are near each other in one pack are read by one request, up to this long."""
 
+_PACK_KEY = re.compile(rf"{PACK_PREFIX}([0-9a-f]{{2}})/(\1[0-9a-f]{{30}})\.(data|meta)")
 _NO_BASE = bytes(DIGEST_BYTES)
 _MOST_HEADER_BYTES = 16 * 1024 * 1024
 _KNOWN_KINDS = {int(kind): kind for kind in ObjectKind}
 _K = TypeVar("_K", bound=IntEnum)
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound="Stretch")
+
+
+def is_pack(key: str) -> bool:
+    """Whether a pack may be called so."""
+    return _PACK_KEY.fullmatch(key) is not None
 
 
 class PackKind(IntEnum):

@@ -24,6 +24,7 @@ from cas_ckpt.objects import digest as digests
 from cas_ckpt.objects.digest import MAGIC, Digest, object_id, pack_canonical, seal, unpack_canonical, unseal
 from cas_ckpt.objects.limits import limits
 from cas_ckpt.storage import store as stores
+from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import MOST_VALUE_BYTES
 from tests.builders import commit, new_repository, numbers
@@ -155,6 +156,28 @@ class Endless(MemoryStore):
             return
         for number in range(10**9):
             yield f"{self._prefix}{number:032x}{self._suffix}", 100
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "forgotten/zz", "forgotten/a/b", "released/zz", "names/zz", "names/heads/zz", "names/zz.ref", "sessions/zz",
+        "refs/zz", "refs/heads/zz", "refs/odd/zz.ref", "packs/zz", "packs/ab/zz.data", "gc/zz", "zz", "tmp-zz",
+    ],
+)  # fmt: skip
+def test_a_file_with_a_name_that_nothing_of_ours_has_stops_no_verb_and_is_reported(tmp_path: Path, key: str) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        first = repo.commit({"x": 1})
+        FileStore(tmp_path / "repo").put(key, b"odd!")
+    with Repository.open(tmp_path / "repo") as repo:
+        assert [commit.id for commit in repo.log()] == [first.id]
+        assert repo.commit({"x": 2}).parents == (first.id,)
+        repo.gc()
+        assert repo.du() and repo.stats() and repo.load() == {"x": 2}
+        Repository.clone(tmp_path / "repo", tmp_path / "clone").close()
+        found = repo.fsck()
+    expected = [] if key.startswith("sessions/") else [key]  # which gc deletes
+    assert found.ok and [note.where for note in found.notes] == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
 from cas_ckpt.core.live import known_commits
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
 from cas_ckpt.core.push_failures import TIERS_KEY
-from cas_ckpt.core.ref_store import NAMES_PREFIX, RefStore
+from cas_ckpt.core.ref_store import NAMES_PREFIX, RefStore, name_key
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.core.signed_branches import SIGNERS_KEY
@@ -195,6 +195,9 @@ def _check_forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest
     found: set[Digest] = set()
     all_known = True
     for key, record in _read_all(store, forgotten.PREFIX):
+        if not forgotten.is_record(key):
+            findings.note(key, "not a record of forgotten commits: none has such a name; it is passed by, delete it")
+            continue
         try:
             found.update(forgotten.decode_forgotten(key, record))
         except CorruptionError as error:
@@ -210,8 +213,11 @@ def _check_harmless(store: Store, findings: Findings) -> None:
             unseal("session", record, version=protocol.VERSION, key=key)
         except CkptError as error:
             findings.note(key, f"a session that cannot be read; nothing depends on it, delete it: {error}")
+    announced = {name_key(key) for key in RefStore(store).announced()}
     for key, record in _read_all(store, NAMES_PREFIX):
-        if not is_sealed(key, record):
+        if key not in announced:
+            findings.note(key, "not the record of a name: no ref is called so; it is passed by, delete it")
+        elif not is_sealed(key, record):
             what = f"{len(record)} bytes that are not the intact record of a name"
             findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=RepairKind.REFS)
     for key, record in _read_all(store, forgotten.RELEASED_PREFIX):

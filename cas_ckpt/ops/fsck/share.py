@@ -16,10 +16,10 @@ from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
-from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.pack import PACK_PREFIX, is_pack
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.report import Findings
-from cas_ckpt.ops.fsck.structure import Structure, is_pack, scan_all
+from cas_ckpt.ops.fsck.structure import Structure, scan_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store, exists
 

@@ -13,7 +13,6 @@ damage and with one batch of packs, not with the repository.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from cas_ckpt.index.integrity import UNKNOWN
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo, PackKind
+from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo, PackKind, is_pack
 from cas_ckpt.ops.fsck.report import Findings
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.memory import MemoryStore
@@ -49,13 +48,7 @@ from cas_ckpt.transfer.scan import BadExtent, ExtentScanner, ScanUnit, find_entr
 from cas_ckpt.transfer.sources import requests_at_once
 from cas_ckpt.transfer.workers import map_all
 
-_PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.(data|meta)")
 _MOST_NAMED = 5
-
-
-def is_pack(key: str) -> bool:
-    """Whether a pack may be called so."""
-    return _PACK_KEY.fullmatch(key) is not None
 
 
 @dataclass(slots=True)
