@@ -9,7 +9,7 @@
 Invariant: what passes 1 can be encoded; revisions are resolved once, by one process, when the commit begins: what
 several ranks agree on is the text that they were given. Nothing of the state is looked at. Provenance never makes a
 commit fail: what cannot be found out is left out. No environment variables are read, so that no secret is kept by
-default; the command line is kept, but for passwords, keys and tokens in URLs.
+default; the command line is kept, but for passwords, keys and tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -41,7 +42,7 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, Node, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.storage.bucket_url import without_secrets
+from cas_ckpt.storage.bucket_url import SECRET, without_secrets
 
 if TYPE_CHECKING:
     from cas_ckpt.signing.keys import SigningKey
@@ -283,8 +284,7 @@ def capture_provenance(given: Mapping[str, Any], command: Sequence[str], folder:
     """Host, command line, versions, and the git commit of `folder`, as for `git_state`; `given` goes over it."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
-        # without the lone surrogates that stand for bytes which are not UTF-8, and the passwords of URLs
-        "command": [without_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in command],
+        "command": _without_secrets(command),
         "python": platform.python_version(),
         "cas_ckpt": cas_ckpt.__version__,
     }
@@ -296,6 +296,30 @@ def capture_provenance(given: Mapping[str, Any], command: Sequence[str], folder:
     if git is not None:
         found["git"] = git
     return found | dict(given)
+
+
+_NO_SECRET = re.compile(r"tokeni[sz]|tokens", re.IGNORECASE)
+_OPTION = re.compile(r"-{0,2}([A-Za-z][\w.-]*)(=?)")
+_KEY_OF_SERVICE = re.compile(
+    r"(?<!\w)((sk|xox[a-z]|glpat)-|gh[a-z]_|github_pat_|hf_|AKIA|ASIA|eyJ|bearer\s+)[\w.~+/=-]{12,}", re.IGNORECASE
+)
+
+
+def _without_secrets(command: Iterable[str]) -> list[str]:
+    """The words of a command line, `***` in place of what an option calls a secret, or what has the form of one."""
+    found, is_value = [], False
+    for raw in command:
+        # without the lone surrogates that stand for bytes which are not UTF-8
+        word = _KEY_OF_SERVICE.sub("***", without_secrets(raw.encode("utf-8", "backslashreplace").decode()))
+        option = _OPTION.match(word)
+        is_secret = option is not None and bool(SECRET.search(option[1])) and not _NO_SECRET.search(option[1])
+        if is_value and not word.startswith("--"):
+            word, is_secret = "***", False
+        elif option is not None and is_secret and option[2]:
+            word = f"{option[0]}***"
+        found.append(word)
+        is_value = is_secret and word.startswith("-") and "=" not in word
+    return found
 
 
 def git_state(folder: str | Path | None = None) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PeerError, UnsupportedValueError
 from cas_ckpt.ops.commit.commit import commit_tree
-from cas_ckpt.ops.commit.request import CommitRequest, git_state
+from cas_ckpt.ops.commit.request import CommitRequest, capture_provenance, git_state
 from cas_ckpt.ops.history.lineage import LineageStep, lineage_of
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import show_commit
@@ -105,6 +105,26 @@ def test_provenance_is_kept_when_it_is_asked_for(repo: RepositoryHandle, monkeyp
     assert (found["python"], found["cas_ckpt"]) == (sys.version.split()[0], cas_ckpt.__version__)
     assert found["torch"].startswith("2.")
     assert set(found) <= {"command", "host", "python", "torch", "cas_ckpt", "git", "data_version", "config"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("--api-key=X", "--api-key=***"),
+        ("--password Y --lr 0.1", "--password *** --lr 0.1"),
+        ("--db.passwd -Y", "--db.passwd ***"),
+        ("logger.wandb_api_key=X", "logger.wandb_api_key=***"),
+        ("--hf_token X", "--hf_token ***"),
+        ("--use-token --lr 1", "--use-token --lr 1"),
+        ("--run-with sk-proj-0123456789abcdef", "--run-with ***"),
+        ("--header Authorization:Bearer\u00a0abcdefghijklmno", "--header Authorization:***"),
+        ("--data s3://b/x?token=X", "--data s3://b/x?token=***"),
+        ("--tokenizer gpt2 --max-tokens=4096 --num-tokens 5", "--tokenizer gpt2 --max-tokens=4096 --num-tokens 5"),
+        ("--keys model token.py sk-small", "--keys model token.py sk-small"),
+    ],
+)
+def test_what_reads_as_a_secret_on_the_command_line_is_not_kept(words: str, kept: str) -> None:
+    assert capture_provenance({}, words.split(" "))["command"] == kept.split(" ")
 
 
 def test_what_the_user_says_goes_over_what_is_found(repo: RepositoryHandle) -> None:
