@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 @contextmanager
@@ -23,5 +25,10 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # These hold meshes of the world that is gone, and with them its groups.
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
+        for clear in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+            getattr(debug, clear, _clear_cache_of_torch_2_9)()
+
+
+def _clear_cache_of_torch_2_9() -> None:
+    dtensor: Any = DTensor
+    dtensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -15,6 +16,10 @@ from cas_ckpt.objects.spec import MeshPlacement, raw_dtype
 from cas_ckpt.objects.state import TensorCopy, TensorItem
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.tensors import host_bits
+
+CUTS_STRIDES = pytest.mark.skipif(
+    torch.__version__ < "2.10", reason="torch 2.9 cuts strided shards of unequal parts in another way: they are refused"
+)
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -18,10 +18,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by, holdings
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split
+from cas_ckpt.training.capture import sharded
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.tensors import TORCH_DTYPES, host_bits
 from tests.training.fake_world import fake_world
-from tests.training.shards import captured, divide, mesh_of, placement_of, reads_as, some
+from tests.training.shards import CUTS_STRIDES, captured, divide, mesh_of, placement_of, reads_as, some
 
 RANK = 2
 
@@ -56,9 +57,9 @@ def test_every_dtype_is_read_bit_by_bit_through_global_boxes(name: str) -> None:
         (Shard(0), Shard(1), Replicate()),
         (Shard(0), Shard(0), Shard(0)),
         (Shard(-1), Replicate(), Shard(-2)),
-        (_StridedShard(0, split_factor=2), Shard(0), Shard(1)),
-        (Replicate(), _StridedShard(0, split_factor=3), Shard(1)),
-        (_StridedShard(0, split_factor=4), Shard(0), Shard(0)),
+        pytest.param((_StridedShard(0, split_factor=2), Shard(0), Shard(1)), marks=CUTS_STRIDES),
+        pytest.param((Replicate(), _StridedShard(0, split_factor=3), Shard(1)), marks=CUTS_STRIDES),
+        pytest.param((_StridedShard(0, split_factor=4), Shard(0), Shard(0)), marks=CUTS_STRIDES),
     ],
     ids=str,
 )
@@ -140,6 +141,7 @@ def test_an_empty_tensor_has_a_placement_and_nothing_to_read() -> None:
     assert item.source.read(item.spec.box).shape == (0, 3)
 
 
+@CUTS_STRIDES
 def test_a_box_that_spans_two_pieces_of_a_strided_shard_is_an_error_not_a_guess() -> None:
     item = captured(divide(some(torch.int16, 16), mesh_of(4, 2), _StridedShard(0, split_factor=2), Replicate()))
     assert item.source.read(Box((2,), (2,))).shape == (2,)
@@ -180,8 +182,21 @@ def test_gradients_and_parameters_make_no_difference() -> None:
 
 def test_a_partial_dtensor_is_refused_by_key() -> None:
     tensor = DTensor.from_local(torch.ones(3), mesh_of(8), [Partial()])
-    with pytest.raises(UnsupportedValueError, match=r"^a/x: .*P\(sum\).*redistribute"):
+    with pytest.raises(UnsupportedValueError, match=r"^a/x: .*placement P.*redistribute"):
         capture_state({"a": {"x": tensor}})
+
+
+@pytest.mark.parametrize("rows", [16, 18])
+def test_strided_shards_are_refused_where_an_older_torch_cuts_them_in_another_way(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "_CUTS_STRIDES", False)
+    strided = divide(torch.ones(rows), mesh_of(4, 2), _StridedShard(0, split_factor=2), Shard(0))
+    if rows % 8 == 0:
+        assert captured(strided).placement is not None
+    else:
+        with pytest.raises(UnsupportedValueError, match=r"^x: torch before 2\.10 .*a multiple of 8"):
+            captured(strided)
 
 
 def test_a_placement_that_is_not_known_is_refused_by_key() -> None:

@@ -17,6 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Split
 from tests.training.fake_world import fake_world
+from tests.training.shards import CUTS_STRIDES
+
+pytestmark = CUTS_STRIDES
 
 Shape = tuple[int, ...]
 

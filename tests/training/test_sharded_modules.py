@@ -20,6 +20,7 @@ from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.training.capture.capture import capture_state
 from tests.ranks import results, run_processes
 from tests.training.fake_world import fake_world
+from tests.training.shards import CUTS_STRIDES
 
 WORLD = 8
 PLAN: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -114,6 +115,7 @@ def test_moments_of_the_optimizer_are_divided_as_the_parameters_are() -> None:
         assert np.array_equal(moment.source.read(Box((5, 0), (1, 6))).view("f4"), local.numpy())
 
 
+@CUTS_STRIDES  # before, they are refused on all ranks
 def test_uneven_tensor_parallel_rows_under_fsdp_are_refused_where_torch_says_the_wrong_elements() -> None:
     """9 rows over tp=2 then dp=4: the last row is on (dp=3, tp=1), the placements say (dp=3, tp=0).
 

@@ -14,6 +14,7 @@ Invariant: memory is one chunk of a tensor, and the objects. Must not know how i
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -68,6 +69,9 @@ MIN_CHUNK_BYTES = 64 * 1024
 
 _FRAME_BYTES = 2048
 """About what torch.save puts around a tensor."""
+
+_SAVE_KEEPS = torch.__version__ < "2.10"
+"""torch.save leaves a cycle that holds what was saved, until Python looks for cycles."""
 
 _UNLOADABLE = re.compile(r"u?int[1-7]|q.*")
 """Dtypes that torch saves and does not load again."""
@@ -235,6 +239,7 @@ class _Writer:
 
     def __init__(self, handle: RepositoryHandle, file: IO[bytes], name: str, metadata: Metadata) -> None:
         self._handle, self._file, self._name, self._metadata = handle, file, name, metadata
+        self._kept_bytes = 0
 
     def write_object(self, key: str, value: Any) -> None:
         """A plain object, pickled by torch.save."""
@@ -253,6 +258,10 @@ class _Writer:
         array = elements.reshape(-1).view(np.uint8)
         tensor = torch.from_numpy(array).view(torch_dtype(spec.dtype)).reshape(box.sizes)
         self._save(tensor, MetadataIndex(chunk.key, box.offsets, chunk.number))
+        self._kept_bytes += array.nbytes
+        if _SAVE_KEEPS and self._kept_bytes >= CHUNK_BYTES:
+            self._kept_bytes = 0
+            gc.collect()
         return int(array.nbytes)
 
     def _save(self, value: Any, index: MetadataIndex) -> None:

@@ -11,6 +11,7 @@ a tensor has imported them. Must not know commits.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -192,6 +193,7 @@ def _of_dtensor(tensor: Any, path: Path, check: Check) -> Sharded:
     _check_strided(local, key)
     spec = spec_of(tensor)
     placement = _mesh_placement(mesh, tuple(tensor.placements), len(spec.shape), key)
+    _check_strides(placement, spec, key)
     rank = _own_rank(mesh, placement.mesh)
     pieces = tuple(Piece(box, offsets, 0) for box, offsets in held_by(rank, spec.shape, placement))
     _check_local(local, spec, pieces, key)
@@ -209,6 +211,25 @@ def _check_local(local: torch.Tensor, spec: Spec, pieces: Sequence[Piece], key: 
             f"{'empty' if wanted is None else wanted}: torch cuts as torch.chunk does; redistribute it, or give "
             "DTensor.from_local the right shape"
         )
+
+
+_CUTS_STRIDES = torch.__version__ >= "2.10"
+"""Whether torch cuts a _StridedShard as it says. Before, it is cut as the order of the mesh's dimensions would have it,
+which is the same where the stride is that of the mesh and all parts are of one size; else nothing here could see it."""
+
+
+def _check_strides(placement: MeshPlacement, spec: Spec, key: str) -> None:
+    for at, split in enumerate(() if _CUTS_STRIDES else placement.splits):
+        if split.dim is None or split.stride == 1:
+            continue
+        same = [place for place, other in enumerate(placement.splits) if other.dim == split.dim]
+        sizes = placement.mesh.shape
+        inner, parts = (math.prod(sizes[place] for place in same if place >= least) for least in (at + 1, 0))
+        if split.stride != inner or spec.shape[split.dim] % parts:
+            raise UnsupportedValueError(
+                f"{key}: torch before 2.10 cuts dimension {split.dim} of this DTensor {spec} in another way than its "
+                f"_StridedShard says: use torch 2.10 or newer, or FSDP over TP, and a multiple of {parts}"
+            )
 
 
 def _own_rank(mesh: Any, values: Mesh) -> int:

@@ -38,6 +38,9 @@ def peak_bytes():
 
 folder = Path(sys.argv[1])
 repo = init_repository(folder / "repo")
+# Nor are the pages of libraries that a first call reads.
+import_any(repo, folder / "small", CommitRequest(branch="small"))
+export_any(repo, "small", folder / "small-out", format="dcp")
 before = peak_bytes()
 info = import_any(repo, folder / "c", CommitRequest(num_threads=2))
 imported = peak_bytes() - before
@@ -54,6 +57,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
     left, right, below = Box((0, 0), (rows, 4096)), Box((0, 4096), (rows, 4096)), Box((rows, 0), (rows, 8192))
     ranks = [[("w", left), ("w", below)], [("w", right)]]
     save_boxes(tmp_path / "c", {"w": wide}, ranks)
+    save_boxes(tmp_path / "small", {"w": wide[:2, :2]}, [[("w", Box((0, 0), (2, 2)))]])
     command = [sys.executable, "-c", IN_AND_OUT, str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root, timeout=100)
