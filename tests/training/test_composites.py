@@ -174,8 +174,7 @@ def test_a_stored_tensor_without_its_parts_does_not_fit_and_touches_nothing(chil
     ],
     ids=["coo", "csr"],
 )
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_sparse_tensor_whose_indices_do_not_fit_it_is_not_committed(make: Callable[[], torch.Tensor]) -> None:
-    with pytest.raises(
-        UnsupportedValueError, match=r"^x: cannot store a sparse tensor whose indices do not fit it: .*"
-    ):
+    with pytest.raises(UnsupportedValueError, match="^x: cannot store a sparse tensor whose indices do not fit it: "):
         commit({"x": make()})
