@@ -21,7 +21,7 @@ from itertools import islice
 from types import CodeType, MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.errors import InvalidInputError, out_of_memory, shown_value
 
 Reader: TypeAlias = Callable[[str, Any], Any]
 """From an argument's name and what was given to what the verb gets."""
@@ -195,16 +195,19 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
         make = None if isinstance(self, type) else getattr(self, "_common_work", None)
-        outer, inner = (nullcontext(), nullcontext()) if make is None else make(method.__name__)
-        with outer, inner:
-            read: list[Any] = []
-            for name, given in zip((*in_order, *[rest] * (len(args) - len(in_order))), args, strict=False):
-                as_is = name not in readers or (given is None and name in may_be_none)
-                read.append(given if as_is else readers[name](name, given))
-            for name, given in kwargs.items():
-                if name in readers and name in by_name and not (given is None and name in may_be_none):
-                    kwargs[name] = readers[name](name, given)
-            return method(self, *read, **kwargs)
+        try:
+            outer, inner = (nullcontext(), nullcontext()) if make is None else make(method.__name__)
+            with outer, inner:
+                read: list[Any] = []
+                for name, given in zip((*in_order, *[rest] * (len(args) - len(in_order))), args, strict=False):
+                    as_is = name not in readers or (given is None and name in may_be_none)
+                    read.append(given if as_is else readers[name](name, given))
+                for name, given in kwargs.items():
+                    if name in readers and name in by_name and not (given is None and name in may_be_none):
+                        kwargs[name] = readers[name](name, given)
+                return method(self, *read, **kwargs)
+        except MemoryError as error:
+            raise out_of_memory(error) from error
 
     return call
 

@@ -208,6 +208,14 @@ _MOST_BITS = 256
 _FEW = 4
 
 
+def out_of_memory(error: MemoryError) -> TooLargeError:
+    """The error to raise for a `MemoryError`, whoever raised it within a verb."""
+    return TooLargeError(
+        f"there is no memory left ({error or 'the system gives none'}): this process or its container is limited "
+        "(ulimit -v, -u): raise the limit, or give fewer num_threads= or a smaller memory_bytes="
+    )
+
+
 def shown_value(given: object) -> str:
     """How a message shows what somebody passed: plain values as they are written, others by their kind.
 

@@ -64,9 +64,15 @@ def check_memory(given: int | None, least_bytes: int, what: str) -> None:
 
 
 def new_buffer(num_bytes: int) -> mmap.mmap:
-    """So many zeros, of this process alone, in large pages; given back to the system as soon as they are dropped."""
-    # Private, which mmap is not by itself: buffers may outlive a fork, and two processes must not share one.
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """So many zeros, of this process alone, in large pages; given back to the system as soon as they are dropped.
+
+    Raises:
+        MemoryError: the system has none, as wherever Python makes something.
+    """
+    try:  # private, which mmap is not by itself: buffers may outlive a fork, and two processes must not share one
+        buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"a buffer of {num_bytes} bytes: {error.strerror}") from error
     ask_for_large_pages(buffer)
     return buffer
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from cas_ckpt.transfer.workers import start
+
 
 class Background:
     """Does `work` in a thread of its own, which lives while there is something to do.
@@ -30,7 +32,7 @@ class Background:
         with self._changed:
             self._asked = True
             if not self._running:
-                threading.Thread(target=self._loop, name="cas-ckpt-background", daemon=True).start()
+                start(threading.Thread(target=self._loop, name="cas-ckpt-background", daemon=True))
                 self._running = True  # not if there is no thread to be had; it waits for this lock before it looks
 
     def _loop(self) -> None:

@@ -22,6 +22,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.workers import start
 
 QUEUED_BATCHES = 8
 """Batches of chunks that wait for a pack writer: bounds memory, keeps the disk busy."""
@@ -263,7 +264,7 @@ class ChunkSink:
         wanted = self._num_writers if self._queue.full() else 1
         if len(self._threads) < wanted:
             thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
-            thread.start()
+            start(thread)
             self._threads.append(thread)
 
     def _loop(self) -> None:

@@ -45,6 +45,18 @@ def thread_count(asked: int | None, *, most: int | None = None) -> int:
     return default_threads() if most is None else max(1, min(default_threads(), most))
 
 
+def start(thread: threading.Thread) -> None:
+    """Start `thread`.
+
+    Raises:
+        MemoryError: the system gives no more threads, or no memory for a stack.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise MemoryError(f"no thread can be started: {error}") from error
+
+
 def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], *, num_threads: int) -> None:
     """Every item goes through one of `num_threads` workers, each made in its own thread.
 
@@ -80,7 +92,7 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
     try:
         for number in range(1, len(first)):
             threads.append(threading.Thread(target=loop, name=f"cas-ckpt-{number}", daemon=True))
-            threads[-1].start()
+            start(threads[-1])
         loop()
     except BaseException as error:  # noqa: BLE001 - a signal, or no thread to be had: the others stop first
         errors.append(error)
@@ -120,7 +132,7 @@ class _Call(Generic[T]):
         self._results: list[T] = []
         self._errors: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def _run(self) -> None:
         try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from cas_ckpt import clock
 from cas_ckpt.core.records import CommitInfo
-from cas_ckpt.errors import BackgroundCommitError, CancelledError, InvalidInputError
+from cas_ckpt.errors import BackgroundCommitError, CancelledError, InvalidInputError, out_of_memory
 from cas_ckpt.training.background.pending import PendingCommit
 from cas_ckpt.transfer.background import Background
 from cas_ckpt.transfer.peers import error_text
@@ -75,7 +75,7 @@ class CommitQueue:
         """Run it when those before it have ended.
 
         Raises:
-            RuntimeError: no thread can be started, and it will not be run.
+            MemoryError: no thread can be started, and it will not be run.
         """
         job = _Job(pending, run)
         with self._changed:
@@ -183,6 +183,10 @@ def _attempt(job: _Job) -> tuple[CommitInfo | None, BaseException | None]:
     try:
         job.pending.begin()
         return job.run(), None
+    except MemoryError as raised:
+        error = out_of_memory(raised)
+        error.__cause__ = raised
+        return None, error
     except BaseException as raised:  # noqa: BLE001 - kept for whoever asks, and told
         return None, raised
 

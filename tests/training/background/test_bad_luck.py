@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from cas_ckpt import CancelledError, InvalidInputError, Lineage, Policy, Repository, StillPendingError, memory
-from cas_ckpt.errors import CkptError, FrozenChangedError
+from cas_ckpt.errors import CkptError, FrozenChangedError, TooLargeError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.background import staged
 from cas_ckpt.training.background.pending import PendingCommit
@@ -373,7 +373,7 @@ def test_what_is_said_of_a_commit_is_what_was_said_at_the_call(repo: Repository)
 
 
 def test_a_commit_that_no_thread_can_be_started_for_fails_the_call_and_holds_nobody(repo: Repository) -> None:
-    with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(RuntimeError, match="can't start"):
+    with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(TooLargeError, match="can't start"):
         repo.commit_async(state_of(1))
     assert repo.drain(10)
     assert repo.commit_async(state_of(2), step=2).result(60).step == 2 and value_at(repo, "main") == 2
@@ -529,7 +529,7 @@ def test_by_default_the_ranks_of_a_machine_stage_in_half_of_what_is_available(
 def test_nothing_is_kept_of_commits_that_have_ended_or_could_not_begin(repo: Repository) -> None:
     for step in range(5):
         repo.commit_async(state_of(step), step=step).result()
-        with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(RuntimeError):
+        with no_thread_can_be_started("cas-ckpt-background"), pytest.raises(TooLargeError):
             repo.commit_async(state_of(step))
     assert repo._background is not None and len(repo._background._declared) <= 1
 
