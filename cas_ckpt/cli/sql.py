@@ -26,9 +26,10 @@ _STDIN = "-"
         "cas-ckpt sql 'SELECT name, kind, commit_id FROM refs'",
         'cas-ckpt sql "SELECT key, num_bytes FROM refs r JOIN entries USING (commit_no) WHERE r.name = :r" -p r=main',
         "cas-ckpt sql --csv 'SELECT * FROM commits'",
+        "cas-ckpt sql --views",
     ],
 )
-@click.argument("query")
+@click.argument("query", required=False)
 @click.option(
     "-p",
     "--parameter",
@@ -39,21 +40,28 @@ _STDIN = "-"
     help='The value of :NAME in the query. JSON numbers, null and "text" are that, all else is text. May be repeated.',
 )
 @flag("--csv", "as_csv", help="Print CSV.")
+@flag("--views", "list_views", help="Print the views and their columns instead; no repository is needed.")
 @click.option("--max-rows", type=click.IntRange(min=1), default=1_000_000, metavar="N", help="More rows are an error.")
 @click.option("--max-bytes", type=click.IntRange(min=1), default=1 << 28, metavar="N", help="So are more bytes.")
 @click.option("--timeout", "timeout_s", type=float, default=60.0, metavar="SECONDS", help="And more time.")
 @click.pass_obj
 def sql(
-    settings: Settings, query: str, parameters: tuple[tuple[str, str], ...], as_csv: bool, max_rows: int,
-    max_bytes: int, timeout_s: float,
+    settings: Settings, query: str | None, parameters: tuple[tuple[str, str], ...], as_csv: bool, list_views: bool,
+    max_rows: int, max_bytes: int, timeout_s: float,
 ) -> None:  # fmt: skip
     """Ask the index in SQL: one query over its views, read-only. With - it is read from standard input.
 
-    docs/sql.md has the views, their columns and fifteen questions. The dialect is that of the index: SQLite, or
-    PostgreSQL where --index says so. With --json each row is an object. Bytes are shown in hexadecimal.
+    --views lists the views and their columns; docs/sql.md has questions to begin with. The dialect is that of the
+    index: SQLite, or PostgreSQL where --index says so. With --json each row is an object. Bytes are shown in
+    hexadecimal.
     """
     if as_csv and settings.json:
         raise click.UsageError("--csv or --json, not both")
+    if list_views != (query is None):
+        raise click.UsageError("wanted a QUERY, or --views")
+    if query is None:
+        _print_views(settings)
+        return
     text = sys.stdin.read() if query == _STDIN else query
     given = {name: _value(value) for name, value in parameters}
     if len(given) < len(parameters):
@@ -65,6 +73,24 @@ def sql(
     else:
         rows = [_with_hexadecimal(row) for row in found.to_dicts()] if settings.json else None
         settings.page(rows, _lines(found, settings.width))
+
+
+def _print_views(settings: Settings) -> None:
+    from cas_ckpt.index.views import VIEWS
+
+    shown = [
+        {
+            "view": view.name,
+            "about": view.about,
+            "columns": [{"name": each.name, "kind": each.kind, "about": each.about} for each in view.columns],
+        }
+        for view in VIEWS
+    ]
+    lines = [("view", "column", "kind", "what"), ("", "", "", "")]
+    for view in VIEWS:
+        lines += [(view.name, "", "", f"a row for {view.about}")]
+        lines += [("", each.name, each.kind, each.about) for each in view.columns]
+    settings.page(shown, table(lines, width=settings.width))
 
 
 def _value(text: str) -> Any:

@@ -56,6 +56,7 @@ from cas_ckpt.index.schema import (
     SPECS,
     TENSORS,
     TREES,
+    VALUES,
 )
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
@@ -155,6 +156,7 @@ _CONTENTS = {
 """Tables of what nodes say -> how the rows of nodes are asked for, and where the number of the node is in them."""
 
 _SPECS = KeyQuery(select(SPECS), SPECS.c.spec_id)
+_VALUES = KeyQuery(select(VALUES), VALUES.c.data)
 
 
 def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numbers) -> Iterable[str]:
@@ -176,6 +178,9 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
         wrong = {row[place] for row in rows.symmetric_difference(question.rows(connection, nodes))}
         if wrong:
             yield f"the rows of {len(wrong)} nodes in {table.name} differ"
+    values = dict(rows_of_record[VALUES])
+    if dict(_VALUES.rows(connection, values)) != values:
+        yield "the texts of values differ"
     stored = {row[1]: row for row in _SPECS.rows(connection, specs.values())}
     for (dtype, shape), spec_id in specs.items():
         # How long a tensor is depends on whether the version that wrote the row knew the dtype.

@@ -21,6 +21,8 @@ import json
 import math
 import re
 import sqlite3
+import statistics
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -290,6 +292,7 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
     connection.execute(_VIRTUAL_TABLES)
     for name, num_arguments in _GUARDED:
         connection.create_function(name, num_arguments, guard.function(name), deterministic=True)
+    connection.create_aggregate("median", 1, cast(Any, guard.median))
     for each in (connection, guard.plain):
         each.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(value_bytes, each.getlimit(sqlite3.SQLITE_LIMIT_LENGTH)))
     for limit, most in (
@@ -334,6 +337,19 @@ class _Guard:
         """Whether that is why the query ended."""
         return self._took_too_much
 
+    def median(self) -> _Median:
+        """A new `median` of the query."""
+        return _Median(self)
+
+    def gathers(self, num_bytes: int) -> None:
+        """Raise if so many bytes are too many for a value that is being made, or the time is over."""
+        if num_bytes > self._taken.limits.max_bytes:
+            self.refused = self._taken.too_long()
+        elif self.is_over():
+            self.refused = self._taken.late()
+        if self.refused is not None:
+            raise self.refused
+
     def function(self, name: str) -> Callable[..., _Value]:
         """The function `name` of SQLite, which refuses what it would work on for minutes."""
 
@@ -361,6 +377,25 @@ class _Guard:
         if found is None and name in _FORMATTING and given and given[0] is not None:  # SQLite's way to say so
             raise self._taken.too_long()
         return found
+
+
+class _Median:
+    """The aggregate `median`, which SQLite lacks: of numbers, nulls left out."""
+
+    def __init__(self, guard: _Guard) -> None:
+        self._guard = guard
+        self._values = array("d")
+
+    def step(self, value: _Value) -> None:
+        """Take a value in."""
+        if isinstance(value, (int, float)):
+            self._values.append(value)
+            if len(self._values) % _STEPS_PER_LOOK == 0:
+                self._guard.gathers(self._values.itemsize * len(self._values))
+
+    def finalize(self) -> float | None:
+        """The middle one, or the mean of the two in the middle."""
+        return statistics.median(self._values) if self._values else None
 
 
 _MOST_COMPARED = 1 << 30

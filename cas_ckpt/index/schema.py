@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from cas_ckpt.errors import ConflictError
 
-VIEWS_VERSION = 2
+VIEWS_VERSION = 3
 """Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
 
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
@@ -455,6 +455,15 @@ LAYOUT_ALIASES = Table(
     sqlite_with_rowid=False,
 )
 """Groups of keys that were one tensor."""
+
+VALUES = Table(
+    "t_values",
+    METADATA,
+    Column("data", LargeBinary, primary_key=True),  # the value as it is encoded, at most 16 bytes: `t_entries.data`
+    Column("value", Text, nullable=False),  # as people read it
+    sqlite_with_rowid=False,
+)
+"""Short plain values as text, each once; those that nothing has any more stay."""
 
 PENDING = Table(
     "t_pending",

@@ -25,7 +25,7 @@ from sqlalchemy import Connection
 
 from cas_ckpt.index import meta, postgres
 from cas_ckpt.index.database import table_names, view_names
-from cas_ckpt.index.manifests import FLAVOR_STEP
+from cas_ckpt.index.manifests import FLAVOR_STEP, MOST_DATA_BYTES
 from cas_ckpt.index.schema import META, NOWHERE, VIEWS_VERSION
 from cas_ckpt.index.view_sql import (
     POSTGRES,
@@ -285,6 +285,12 @@ _ENTRIES = View(
             "coalesce((SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = e.child_id), HEX[e.data])",
             "equal for equal bytes of one length: that id, or what is inline, as it is or its hash",
         ),
+        text(
+            "value",
+            f"CASE WHEN e.form = {_VALUE} AND {_SPEC.format('num_bytes')} <= {MOST_DATA_BYTES} THEN "
+            "(SELECT v.value FROM t_values v WHERE v.data = e.data) END",
+            f"a plain value of at most {MOST_DATA_BYTES} bytes: text as it is, else as JSON; null: any other",
+        ),
     ),
     "t_commits c CROSS JOIN EACH CROSS JOIN t_entries e "
     f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
@@ -509,6 +515,16 @@ _SHARDS = View(
     )""",
     ),
 )
+_TIES = View(
+    "ties",
+    "each key of each layout that was one tensor with others: tied weights",
+    (
+        *one("layout", "a.object_id", "id of the layout"),
+        integer("tie", "a.group_id", "number of the tensor: keys of one number are tied"),
+        text("key", "EXACT[a.key]", "the key"),
+    ),
+    "t_layout_aliases a",
+)
 _PLANS = View(
     "plans",
     "each restore plan that is kept: a state, and a mesh of ranks to restore it into",
@@ -619,8 +635,8 @@ _BRANCH_BYTES = View(
 
 VIEWS: Final = (
     _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS,
-    _HOLDERS, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _SHARDS, _PLANS, _PLAN_RANKS,
-    _RESTORES, _BRANCH_BYTES,
+    _HOLDERS, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _SHARDS, _TIES, _PLANS,
+    _PLAN_RANKS, _RESTORES, _BRANCH_BYTES,
 )  # fmt: skip
 """All views, in the order in which docs/sql.md has them."""
 

@@ -31,6 +31,17 @@ def test_a_table_has_a_line_for_each_row_and_no_control_characters(place: Path) 
     )
 
 
+def test_the_views_are_listed_without_a_repository(tmp_path: Path) -> None:
+    lines = call("-C", tmp_path, "sql", "--views").out.splitlines()
+    assert ["commits", "a row for each commit that the index knows, forgotten ones too"] in [
+        line.split(maxsplit=1) for line in lines
+    ]
+    listed = call("-C", tmp_path, "sql", "--views", "--json").json
+    (metrics,) = [view for view in listed if view["view"] == "metrics"]
+    assert [column["name"] for column in metrics["columns"]] == ["commit_id", "commit_no", "name", "value", "is_nan"]
+    assert call("-C", tmp_path, "sql").code == call("-C", tmp_path, "sql", "--views", "SELECT 1").code == 2
+
+
 def test_json_has_an_object_for_each_row(place: Path) -> None:
     ran = call("-C", place, "sql", LISTED, "--parameter", "ref=main", "--json")
     assert ran.json[1] == {"key": "w", "num_bytes": 4000, "dtype": "float32"}

@@ -31,7 +31,7 @@ ARGUMENTS = {
     "[NAME [REVISION]]": "the name, and the commit that it is to name",
     "NAME...": "names of pins",
     "[A [B] | A..B] [KEY]...": "one or two revisions; then keys or patterns",
-    "QUERY": "one SELECT; - reads it from standard input",
+    "[QUERY]": "one SELECT; - reads it from standard input",
     "[REVISION] [MESH]...": "a revision; then meshes to restore into, as dp=4,tp=2",
     "[REMOTE]": "a remote's name, a URL or a path; origin if not given",
     "[BRANCH]": "a branch there; the default branch if not given",

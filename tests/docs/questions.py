@@ -1,4 +1,4 @@
-"""The fifteen questions of docs/sql.md: an example repository, each query, and what it answers there.
+"""The questions of docs/sql.md: an example repository, each query, and what it answers there.
 
 The clock is fixed and authors are named, so that the repository has the same commits every time.
 """
@@ -113,10 +113,21 @@ WHERE r.name = 'main' AND e.dtype IS NOT NULL
 GROUP BY e.content, e.dtype, e.shape HAVING count(*) > 1 ORDER BY saved DESC, one"""),
     ("At which steps did the learning rate change?", """
 WITH rates AS (
-    SELECT c.step, e.content, lag(e.content) OVER (ORDER BY c.time) AS before
+    SELECT c.step, e.value, e.content, lag(e.content) OVER (ORDER BY c.time) AS before
     FROM history h JOIN commits c USING (commit_no) JOIN entries e USING (commit_no)
     WHERE h.name = 'main' AND e.key = 'progress/lr')
-SELECT step FROM rates WHERE before <> content ORDER BY step"""),
+SELECT step, value FROM rates WHERE before <> content ORDER BY step"""),
+    ("How did the loss change from each commit to the next?", """
+SELECT c.step, b.value AS before, m.value AS after
+FROM history h JOIN commits c USING (commit_no) JOIN metrics m USING (commit_no)
+JOIN parents p USING (commit_no) JOIN metrics b ON b.commit_no = p.parent_no AND b.name = m.name
+WHERE h.name = 'main' AND m.name = 'loss' AND p.position = 0 ORDER BY c.step"""),
+    ("Which three commits does main end with, the last first?", """
+WITH RECURSIVE line(place, commit_no) AS (
+    SELECT 0, commit_no FROM refs WHERE name = 'main'
+    UNION ALL SELECT line.place + 1, p.parent_no FROM line JOIN parents p ON p.commit_no = line.commit_no
+    WHERE p.position = 0 AND line.place < 2)
+SELECT line.place, c.step, c.message FROM line JOIN commits c ON c.commit_no = line.commit_no ORDER BY line.place"""),
     ("How many packs did fsck never read?", """
 SELECT kind, count(*) AS packs
 FROM packs WHERE read_s IS NULL GROUP BY kind ORDER BY kind"""),

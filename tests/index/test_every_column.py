@@ -26,6 +26,7 @@ from cas_ckpt.index.schema import (
     PACKS,
     PENDING,
     REMEMBERED,
+    VALUES,
 )
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
 from cas_ckpt.objects.spec import Box, BoxPlacement
@@ -34,7 +35,7 @@ from tests.builders import commit, new_repository, numbers
 from tests.divided import mesh, over
 
 DERIVED = [table for table in METADATA.sorted_tables if table not in (*REMEMBERED, GC_CANDIDATES, PENDING)]
-SHARED = (PACKS, OBJECTS, LOCATIONS, EDGES)  # one row too many of these is none of a pack that is there
+SHARED = (PACKS, OBJECTS, LOCATIONS, EDGES, VALUES)  # one row too many of these is none of a pack that is there
 NOT_OF_PACKS = {PACKS.c.first_seen_us, COMMITS.c.branch}
 
 

@@ -268,6 +268,15 @@ def test_a_thread_asks_where_no_signal_can_be_held(index: Index) -> None:
     assert found == [("a",)]
 
 
+def test_the_median_of_numbers_is_there_and_ends_in_time(index: Index) -> None:
+    text = "SELECT median(column1), median(NULL), median(column1) FILTER (WHERE column1 < 3) FROM (VALUES {})"
+    assert rows(index, text.format("(9), (1), (2.5), (NULL)")) == [(2.5, None, 1.75)]
+    with pytest.raises(TooLargeError, match=r"within 0\.5 seconds|bytes of values"):
+        run_query(index, f"{NUMBERS}) SELECT median(n) FROM r", {}, SHORT)
+    with pytest.raises(TooLargeError, match="bytes of values"):
+        run_query(index, f"{NUMBERS} LIMIT 9000) SELECT median(n) FROM r", {}, QueryLimits(9, 1 << 16, 60.0))
+
+
 def test_json_is_unfolded_as_in_views(index: Index) -> None:
     index.add_packs([commit_pack("b", metrics={"loss": 1.5})])
     text = "SELECT j.key, j.value FROM commits c, json_each(c.metrics) j WHERE c.message = 'b'"

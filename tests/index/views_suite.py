@@ -54,7 +54,7 @@ COLUMNS = {
     "metrics": "commit_id text, commit_no integer, name text, value float, is_nan integer",
     "lineage": "commit_id text, commit_no integer, position integer, kind text, target_id text, target_no integer",
     "entries": "commit_id text, commit_no integer, key text, kind text, dtype text, shape text, num_bytes integer, "
-    "num_chunks integer, object_id text, object_no integer, content text",
+    "num_chunks integer, object_id text, object_no integer, content text, value text",
     "tensors": "object_id text, object_no integer, dtype text, shape text, num_dims integer, num_bytes integer, "
     "num_chunks integer, cell text",
     "chunks": "object_id text, object_no integer, chunk_id text, chunk_no integer, num_bytes integer, "
@@ -73,6 +73,7 @@ COLUMNS = {
     "stride integer",
     "shards": "layout_id text, layout_no integer, key text, position integer, rank integer, kind text, axis integer, "
     "name text, coordinate integer, dim integer, part integer, num_parts integer, offsets text, sizes text",
+    "ties": "layout_id text, layout_no integer, tie integer, key text",
     "plans": "plan_no integer, root_id text, root_no integer, mesh text, world_size integer, rules text, "
     "num_tensors integer, num_chunks integer, chunk_bytes integer, wanted_bytes integer, read_bytes integer, "
     "sent_bytes integer, most_read_bytes integer, most_sent_bytes integer, most_received_bytes integer, "
@@ -291,6 +292,21 @@ class ViewTests:
         query = "SELECT commit_id FROM commits WHERE parent_id IS NULL"
         assert rows(index, query) == [(handle_commit("main~1"),)]
 
+    def test_short_values_are_read_as_people_write_them(self, index: Index) -> None:
+        values = {
+            "step": 500, "lr": 1e-3, "name": "it's", "fast": True, "none": None, "nan": float("nan"), "pair": [1, "é"],
+            "raw": b"ab", "set": {1}, "long": "x" * 16, "sixteen": "x" * 15,
+        }  # fmt: skip
+        handle = on(new_store())
+        commit(handle, values | {"w": tensor(numbers(2))})
+        index.add_packs([read_pack(handle.store, key) for key, _ in handle.store.list(PACK_PREFIX)])
+        assert dict(rows(index, "SELECT key, value FROM entries")) == {
+            "step": "500", "lr": "0.001", "name": "it's", "fast": "true", "none": "null", "nan": "nan",
+            "pair": '[1, "é"]', "raw": None, "set": None, "long": None, "sixteen": "x" * 15, "w": None,
+        }  # fmt: skip
+        with index.writing() as connection:
+            assert integrity.differences(connection, [read_pack(handle.store, key) for key in index.packs()]) == {}
+
     def test_parents_metrics_and_lineage_are_rows(self, index: Index) -> None:
         filled(index)
         main, first, ft = map(handle_commit, ("main", "main~1", "ft"))
@@ -441,7 +457,9 @@ def with_everything(index: Index) -> None:
     """Rows that the sample has none of."""
     grid = mesh(4, 2, names=("dp", "tp"))
     boxes = BoxPlacement(((Box((0,), (2,)), (1,)),))
-    layout = compose_layout({"wq": Division((over(grid, "R", "S(1)"),)), "b": Division((boxes,))}, world_size=8)
+    layout = compose_layout(
+        {"wq": Division((over(grid, "R", "S(1)"),)), "b": Division((boxes,))}, world_size=8, aliases=(("b", "c"),)
+    )
     index.add_packs([layout_pack("l", [layout_node(layout)], ["divided"])])
     index.write(plans.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
     index.write(restores.write_restore, restore("a"))
