@@ -13,6 +13,7 @@ from cas_ckpt.cli.output import echo_json, escaped, subject, table
 from cas_ckpt.cli.signing import asked_key, sign_option
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.ops.history.quick_log import quick_log, quick_tags
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.sync.remotes import Tracked
@@ -142,6 +143,11 @@ def tag(
         raise click.UsageError("which tag is to be signed?")
     if annotate and not message:
         raise click.UsageError("an annotated tag needs a message: -m TEXT")
+    tags = None if words or delete or undelete or move or settings.index else quick_tags(settings.place())
+    if tags is not None:
+        notes = {name: note for name, _, note in tags}
+        _list(settings, {name: target for name, target, _ in tags}, marked=None, notes=notes)
+        return
     with settings.open() as repo:
         if delete or undelete or move:
             verbs = (repo.delete_tag, repo.undelete_tag, repo.rename_tag)
@@ -208,8 +214,13 @@ def unpin(settings: Settings, names: tuple[str, ...], dry_run: bool) -> None:
 @click.pass_obj
 def resolve(settings: Settings, revision: str) -> None:
     """Print the whole id of the commit that REVISION stands for."""
-    with settings.open() as repo:
-        digest = repo.resolve(revision)
+    named = () if revision == "HEAD" else (revision,)
+    quick = None if settings.index else quick_log(settings.place(), *named, limit=1)
+    if quick is not None:
+        digest = quick.commits[0].id
+    else:
+        with settings.open() as repo:
+            digest = repo.resolve(revision)
     settings.show({"revision": revision, "id": digest}, [digest])
 
 

@@ -133,6 +133,28 @@ def read_line(connection: Connection, start: bytes, *, most: int, until: bytes |
     return [bytes(digest) for (digest,) in rows]
 
 
+_LINE_COMMITS = (8, 64)
+"""A line costs ten times what the graph costs for a commit: that is worth it near the ends alone."""
+
+
+def meeting(connection: Connection, first: bytes, other: bytes) -> bytes | None:
+    """The commit where two lines of first parents meet, the best that both have in common; None: look at the graph.
+
+    That is so if no merge comes before it, and it is not far back: the cost does not follow the repository.
+    """
+    for most in _LINE_COMMITS:
+        one, another = (
+            [(bytes(row.digest), row[-1]) for row in connection.execute(text(LINE), {"start": start, "most": most})]
+            for start in (first, other)
+        )
+        places = {digest: at for at, (digest, _) in enumerate(another)}
+        for at, (digest, _) in enumerate(one):
+            if digest in places:
+                before = [*one[:at], *another[: places[digest]]]
+                return None if any(merge for _, merge in before) else digest
+    return None
+
+
 def read_lineage(connection: Connection, numbers: Iterable[int]) -> dict[int, tuple[LineageEdge, ...]]:
     """Number of a commit -> its edges; commits without any are left out."""
     if connection.execute(select(LINEAGE.c.object_id).limit(1)).scalar() is None:

@@ -31,7 +31,7 @@ from cas_ckpt.core.create import change_default_branch
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph, unpushed_commits
 from cas_ckpt.core.publish import branch_target, publish_ref, take_away
-from cas_ckpt.core.records import log_rows
+from cas_ckpt.core.records import log_rows_in_pieces
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_new_name, check_note, default_author, new_move
 from cas_ckpt.core.revisions import (
     HEAD_NAMES,
@@ -407,17 +407,16 @@ def _moves(handle: RepositoryHandle, ref: Ref) -> Iterator[RefMove]:
 def _commits(handle: RepositoryHandle, head: Digest, stop: Digest | None) -> Iterator[RefMove]:
     """The commits from `head` back to `stop`, by first parents."""
     try:
-        rows = log_rows(handle, [head], first_parent=True)
+        for row in log_rows_in_pieces(handle, [head], first_parent=True):
+            if row.digest == stop:
+                return
+            subject = row.message.split("\n", 1)[0].rstrip()
+            old = row.parents[0].hex() if row.parents else None
+            action = f"commit: {subject}" if subject else "commit"
+            yield RefMove(row.time_us / 1e6, old, row.digest.hex(), action, row.author)
     except NotFoundError:
         return  # collected: what led to it is not known any more
     except CorruptionError:
         if handle.damaged:
             return  # collected, or in a pack that is damaged: what was logged is shown all the same
         raise
-    for row in rows:
-        if row.digest == stop:
-            return
-        subject = row.message.split("\n", 1)[0].rstrip()
-        old = row.parents[0].hex() if row.parents else None
-        action = f"commit: {subject}" if subject else "commit"
-        yield RefMove(row.time_us / 1e6, old, row.digest.hex(), action, row.author)

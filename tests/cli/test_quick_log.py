@@ -216,7 +216,8 @@ def test_a_log_of_nothing_a_url_and_what_is_no_name_are_asked_the_whole_way(tmp_
 
 def test_a_plain_log_imports_nothing_heavy(tmp_path: Path) -> None:
     place = grown(tmp_path / "repo", 0, commits=8, merges=False)
-    lines = [f"-C {place} log", f"-C {place} log -n 2 main", "--version"]
+    lines = [f"-C {place} log", f"-C {place} log -n 2 main", "--version", f"-C {place} resolve", f"-C {place} tag"]
+    lines.append(f"-C {place} resolve main")
     ran = subprocess.run(
         [sys.executable, "-m", "tests.cli.starting", tmp_path], input=json.dumps(lines), cwd=ROOT, env=environment(),
         capture_output=True, text=True, timeout=60, check=True,
@@ -224,3 +225,7 @@ def test_a_plain_log_imports_nothing_heavy(tmp_path: Path) -> None:
     for each in json.loads(ran.stdout):
         assert each["code"] == 0
         assert not {"sqlalchemy", "numpy", "torch"}.intersection(each["modules"])
+    *_, head, tags, main = (each["out"] for each in json.loads(ran.stdout))
+    with Repository.open(place) as repo:
+        assert head == main == repo.resolve("main") + "\n"
+        assert tags.split() == ["v1", repo.resolve("v1")[:12]]

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index import history
 from cas_ckpt.index.history import CommitLinks
+from cas_ckpt.index.index import Index
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.history.lineage import is_ancestor, merge_bases
 from cas_ckpt.ops.refs import create_branch
 from tests.builders import commit, new_repository
+from tests.index.building import STORE, commit_pack, digest
 
 
 @st.composite
@@ -45,6 +48,28 @@ def test_a_merge_base_is_common_and_no_other_common_one_leads_to_it(
     ]  # fmt: skip
     best = [one for one in common if not any(other != one and paths_lead(links, other, one) for other in common)]
     assert CommitGraph(links).merge_bases(first, others) == sorted(best)
+
+
+@settings(max_examples=20)
+@given(graphs())
+def test_where_two_lines_meet_is_what_the_graph_says(links: dict[bytes, CommitLinks]) -> None:
+    names = {commit_digest(number): number for number in links}
+    graph = CommitGraph(
+        {name: CommitLinks(b"", None, tuple(map(commit_digest, links[at].parents))) for name, at in names.items()}
+    )
+    with Index.open(":memory:", store_id=STORE) as index:
+        for number, link in links.items():
+            index.add_packs([commit_pack(str(number), list(map(str, link.parents)))])
+        for first in names:
+            for other in names:
+                found = index.read(history.meeting, first, other)
+                assert found is None or [found] == graph.merge_bases(first, [other])
+                merges = any(len(links[at].parents) > 1 for at in links)
+                assert found is not None or merges or graph.merge_bases(first, [other]) == []
+
+
+def commit_digest(number: bytes) -> bytes:
+    return digest(str(number))
 
 
 @pytest.fixture

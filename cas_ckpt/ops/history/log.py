@@ -17,7 +17,7 @@ from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
+from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows, log_rows_in_pieces
 from cas_ckpt.core.refs import RefKind, check_new_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
 from cas_ckpt.core.states import ask, known_commit
@@ -62,7 +62,10 @@ def log_commits(
         complete_index(handle)  # an index of an older schema has no rows of layouts yet
     patterns = KeyPatterns(keys)
     most = None if patterns or excluded or messages else limit
-    rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted) if starts else iter(())
+    if limit and most is None and not wanted and not excluded:
+        rows = log_rows_in_pieces(handle, starts, first_parent=first_parent)
+    else:
+        rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted) if starts else iter(())
     if excluded:
         rows = _without(handle, rows, starts, [resolve(handle, revision) for revision in excluded])
     if messages is not None:

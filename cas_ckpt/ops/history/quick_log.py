@@ -40,6 +40,21 @@ class QuickLog:
     names: dict[str, list[str]] = field(default_factory=dict)
 
 
+def quick_tags(place: str) -> list[tuple[str, str, str]] | None:
+    """Name, id of the commit and message of every tag, by name; None: open the repository and ask it."""
+    if "://" in place:
+        return None
+    store = FileStore(Path(place))
+    try:
+        decode_config(config_record(store))
+        refs = sorted(RefStore(store).list(RefKind.TAG), key=lambda ref: ref.name)
+        return [(ref.name, ref.target.hex(), ref.note) for ref in refs if ref.target is not None] or None
+    except CkptError:
+        return None
+    finally:
+        store.close()
+
+
 def quick_log(
     place: str, revision: str | None = None, *, limit: int | None = None, first_parent: bool = False
 ) -> QuickLog | None:

@@ -21,8 +21,10 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.history.lineage import is_ancestor, merge_bases
+from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.usage import usage_rows
-from cas_ckpt.ops.refs import create_branch, create_pin, delete_branch, rename_ref
+from cas_ckpt.ops.refs import create_branch, create_pin, delete_branch, reflog, rename_ref
 from cas_ckpt.ops.retention.forget import forget_by_policy, forget_revisions
 from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.ops.retention.rules import Candidate, Line, decide
@@ -128,6 +130,32 @@ def test_what_was_kept_before_a_collection_is_not_believed_after_it(tmp_path: Pa
     collect_garbage(other, AT_ONCE)
     with pytest.raises(NotFoundError):
         create_branch(handle, "again", start=side)
+
+
+LAST: dict[str, Callable[[RepositoryHandle], object]] = {
+    "log of a key": lambda handle: list(log_commits(handle, ["main"], keys="w", limit=3)),
+    "log of messages": lambda handle: list(log_commits(handle, ["main"], grep=["."], limit=3)),
+    "reflog": lambda handle: reflog(handle, "main", limit=3),
+    "merge base": lambda handle: merge_bases(handle, ["main~2", "main"]),
+    "ancestor": lambda handle: (is_ancestor(handle, "main~3", "main"), is_ancestor(handle, "main", "main~3")),
+}
+"""Questions about the end of a history."""
+
+
+def test_what_is_asked_of_the_end_of_a_history_costs_the_same_however_long_it_is(tmp_path: Path) -> None:
+    new_repository(tmp_path / "repo").close()
+    store = CountingStore(FileStore(tmp_path / "repo"))
+    handle = RepositoryHandle.on_store(store, index_url=str(tmp_path / "repo" / INDEX_PATH))
+    steps: dict[str, list[int]] = {name: [] for name in LAST}
+    for num_commits in (150, 150):
+        for number in range(num_commits):
+            commit(handle, {"w": numbers(4, seed=number)}, message="m")
+        for name, question in LAST.items():
+            with counted(handle) as found:
+                question(handle)
+            steps[name].append(found["steps"])
+    grown = {name: (short, long) for name, (short, long) in steps.items() if long > short + 20}
+    assert grown == {}  # steps are of 50 of SQLite's; a row of the graph takes ten of these
 
 
 def statements_of(handle: RepositoryHandle) -> list[str]:
