@@ -120,12 +120,6 @@ _COMMITS = View(
         *one_called("root", "c.root", "id of its state: equal for equal states"),
         *one_called("layout", "c.layout", "id of its layout"),
         text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
-        text(
-            "continued_from",
-            "(SELECT min(HEX[l.target]) FROM t_lineage l WHERE l.object_id = c.object_id "
-            "AND l.kind = 'continued-from')",
-            "id of what its state came from, where others committed to the branch meanwhile; null: its parent",
-        ),
         text("message", "c.message", "its message"),
         text("author", "c.author", "who made it"),
         *moment("time", "c.time_us", "when it was made"),
@@ -140,6 +134,12 @@ _COMMITS = View(
         integer("num_tensors", "STAT[num_tensors]", "tensors among them"),
         integer("num_chunks", "STAT[num_chunks]", "chunks of its state"),
         integer("num_new_chunks", "STAT[num_new_chunks]", "those that were new"),
+        text(
+            "continued_from",
+            "(SELECT min(HEX[l.target]) FROM t_lineage l WHERE l.object_id = c.object_id "
+            "AND l.kind = 'continued-from')",
+            "id of what its state came from, where others committed to the branch meanwhile; null: its parent",
+        ),
     ),
     "t_commits c",
 )
@@ -373,6 +373,32 @@ _HOLDERS = View(
         SELECT o.object_id UNION SELECT g.parent_id FROM up CROSS JOIN t_edges g WHERE g.child_id = up.node_id
     )""",
         "up",
+        ("node_id",),
+    ),
+)
+_BELOW = "UNION SELECT g.child_id FROM {0} CROSS JOIN t_edges g WHERE g.parent_id = {0}.node_id"
+_GAINED = View(
+    "gained",
+    "each object that the state of a commit has and that of its first parent has not",
+    (
+        *_COMMIT,
+        *one("object", "EACH.node_id", "id of the chunk, tensor or tree"),
+        integer(
+            "num_bytes",
+            "(SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = EACH.node_id AND l.pack_id <> 0)",
+            "its plain bytes",
+        ),
+    ),
+    "t_commits c CROSS JOIN EACH",
+    Each(
+        f"""had(node_id) AS (
+        SELECT {number_of("b.root")} FROM t_objects o CROSS JOIN t_commits b
+        WHERE o.digest = c.first_parent AND b.object_id = o.object_id
+        {_BELOW.format("had")}
+    ), has(node_id) AS (
+        SELECT {number_of("c.root")} {_BELOW.format("has")}
+    ), more(node_id) AS (SELECT node_id FROM has EXCEPT SELECT node_id FROM had)""",
+        "more WHERE node_id IS NOT NULL",
         ("node_id",),
     ),
 )
@@ -635,7 +661,7 @@ _BRANCH_BYTES = View(
 
 VIEWS: Final = (
     _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS,
-    _HOLDERS, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _SHARDS, _TIES, _PLANS,
+    _HOLDERS, _GAINED, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _SHARDS, _TIES, _PLANS,
     _PLAN_RANKS, _RESTORES, _BRANCH_BYTES,
 )  # fmt: skip
 """All views, in the order in which docs/sql.md has them."""

@@ -81,6 +81,14 @@ GROUP BY o.rank HAVING sum(CASE WHEN o.part <> m.part THEN 1 ELSE 0 END) = 0
 ORDER BY o.rank"""),
     ("How much do branches have for themselves?", """
 SELECT name, num_bytes, unique_bytes, shared_bytes FROM branch_bytes ORDER BY name"""),
+    ("How much have branches for themselves, by the week in which it came?", """
+WITH led AS MATERIALIZED (SELECT name, commit_no FROM history WHERE kind = 'branch'),
+     parts AS MATERIALIZED (SELECT commit_no, object_no, num_bytes FROM gained),
+     own AS (SELECT min(l.name) AS name, min(c.time_s) AS time_s, max(p.num_bytes) AS num_bytes
+             FROM led l JOIN parts p USING (commit_no) JOIN commits c USING (commit_no)
+             GROUP BY p.object_no HAVING min(l.name) = max(l.name))
+SELECT name, CAST(time_s AS BIGINT) / 604800 AS week, CAST(sum(num_bytes) AS BIGINT) AS bytes
+FROM own GROUP BY name, CAST(time_s AS BIGINT) / 604800 ORDER BY name, week"""),
     ("Which commits were saved by 8 ranks, 2 of them in tensor parallel?", """
 SELECT substr(c.commit_id, 1, 12) AS id, c.step, c.mesh
 FROM commits c

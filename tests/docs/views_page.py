@@ -8,10 +8,13 @@ from cas_ckpt.index.views import VIEWS
 LINKS = {
     "commits": (
         "commit",
-        ("completeness", "parents", "refs", "history", "metrics", "lineage", "entries", "holders", "restores"),
+        (
+            "completeness", "parents", "refs", "history", "metrics", "lineage", "entries", "holders", "gained",
+            "restores",
+        ),
     ),
     "layouts": ("layout", ("commits", "layout_axes", "placements", "shards")),
-    "objects": ("object", ("entries", "tensors", "chunks", "holders", "locations")),
+    "objects": ("object", ("entries", "tensors", "chunks", "holders", "gained", "locations")),
     "plans": ("plan", ("plan_ranks",)),
     "packs": ("pack", ("locations",)),
 }  # fmt: skip

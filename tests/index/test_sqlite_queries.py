@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError
-from cas_ckpt.index import query, sqlite
+from cas_ckpt.index import meta, query, sqlite
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.query import QueryLimits, run_query
-from tests.index.building import STORE, commit_pack, data_pack
+from cas_ckpt.index.rows import RefRow
+from tests.docs.questions import QUESTIONS
+from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, meta_pack
 from tests.index.queries_suite import ENDLESS
 from tests.index.views_suite import ask, filled, rows
 
@@ -275,6 +277,34 @@ def test_the_median_of_numbers_is_there_and_ends_in_time(index: Index) -> None:
         run_query(index, f"{NUMBERS}) SELECT median(n) FROM r", {}, SHORT)
     with pytest.raises(TooLargeError, match="bytes of values"):
         run_query(index, f"{NUMBERS} LIMIT 9000) SELECT median(n) FROM r", {}, QueryLimits(9, 1 << 16, 60.0))
+
+
+def test_unique_bytes_by_branch_and_week_take_twice_the_steps_for_twice_the_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = [text for title, text in QUESTIONS if "by the week" in title]
+    looks = [0]
+    is_late = query._Taken.is_late
+
+    def looked(taken: query._Taken) -> bool:
+        looks[0] += 1
+        return is_late(taken)
+
+    monkeypatch.setattr(query._Taken, "is_late", looked)
+    steps = []
+    for count in (100, 200):
+        with Index.open(tmp_path / f"{count}.sqlite", store_id=STORE) as index:
+            for number in range(count):
+                tensors: list[object] = [f"t{at} {(number + at) // 9}" for at in range(9)]
+                row = commit_row(f"c{number}", [f"c{number - 1}"] if number else [], time_us=number * 86_400_000_000)
+                index.add_packs([meta_pack(f"p{number}", {f"root of c{number}": tensors}, commit=row)])
+            heads = {"main": count - 1, "old": count // 2, "ft": count - 3}
+            refs = [RefRow(f"refs/heads/{name}.ref", digest(f"c{at}"), 1, 1.0) for name, at in heads.items()]
+            index.write(meta.write_refs, refs)
+            looks[0] = 0
+            assert {name for name, *_ in run_query(index, text, {}, QueryLimits(999, 1 << 24, 60.0)).rows} == {"main"}
+            steps.append(looks[0])
+    assert steps[1] < 3 * steps[0]
 
 
 def test_json_is_unfolded_as_in_views(index: Index) -> None:

@@ -46,7 +46,7 @@ COLUMNS = {
     "commits": "commit_id text, commit_no integer, root_id text, root_no integer, layout_id text, layout_no integer, "
     "parent_id text, message text, author text, time text, time_s float, step integer, metrics text, "
     "world_size integer, mesh text, total_bytes integer, new_bytes integer, stored_bytes integer, num_entries integer, "
-    "num_tensors integer, num_chunks integer, num_new_chunks integer",
+    "num_tensors integer, num_chunks integer, num_new_chunks integer, continued_from text",
     "completeness": "commit_id text, commit_no integer, num_missing integer",
     "parents": "commit_id text, commit_no integer, position integer, parent_id text, parent_no integer",
     "refs": "name text, kind text, full_name text, commit_id text, commit_no integer",
@@ -60,6 +60,7 @@ COLUMNS = {
     "chunks": "object_id text, object_no integer, chunk_id text, chunk_no integer, num_bytes integer, "
     "stored_bytes integer, num_packs integer",
     "holders": "object_id text, object_no integer, commit_id text, commit_no integer",
+    "gained": "commit_id text, commit_no integer, object_id text, object_no integer, num_bytes integer",
     "objects": "object_id text, object_no integer, kind text, num_bytes integer, stored_bytes integer, "
     "num_packs integer",
     "locations": "object_id text, object_no integer, kind text, pack text, begins_at integer, num_bytes integer, "
@@ -89,7 +90,7 @@ COLUMNS = {
 
 TYPES = {"text": str, "integer": int, "float": float}
 
-NOT_KNOWN = {("restores", "commit_no"), ("plans", "root_no")}
+NOT_KNOWN = {("restores", "commit_no"), ("plans", "root_no"), ("commits", "continued_from")}
 """Null in the rows below: they are of commits and states that are nowhere."""
 
 NAMES = [
@@ -291,6 +292,23 @@ class ViewTests:
         filled(index)
         query = "SELECT commit_id FROM commits WHERE parent_id IS NULL"
         assert rows(index, query) == [(handle_commit("main~1"),)]
+
+    def test_what_a_commit_gained_is_what_its_first_parent_has_not(self, index: Index) -> None:
+        filled(index)
+        found: dict[str, set[str]] = {}
+        for commit_id, object_id in rows(index, "SELECT commit_id, object_id FROM gained"):
+            assert object_id not in found.setdefault(commit_id, set())
+            found[commit_id].add(object_id)
+        edges = {parent: children for record in sample().records for parent, children in record.edges}
+
+        def below(node: bytes) -> set[str]:
+            return {node.hex()}.union(*map(below, edges.get(node, ())))
+
+        known = {row.digest: row for record in sample().records for row in record.commits}
+        assert found == {
+            row.digest.hex(): below(row.root) - (below(known[row.parents[0]].root) if row.parents else set())
+            for row in known.values()
+        }
 
     def test_short_values_are_read_as_people_write_them(self, index: Index) -> None:
         values = {
