@@ -194,7 +194,7 @@ def query_refused(error: Exception, place: str) -> CkptError:
     if state == "42601" or _NOT_SQL.search(words):
         words += "; wanted one query: SELECT, VALUES or WITH"
     if (state or words).startswith(_UNKNOWN_NAMES):
-        words += "; `cas-ckpt sql --views` lists the views and their columns"
+        words += "; on the command line: cas-ckpt sql --views lists the views and their columns"
     return InvalidInputError(f"sql: {words}")
 
 
