@@ -176,6 +176,8 @@ def reads_arguments(cls: type[T]) -> type[T]:
             setattr(cls, name, _reading(member))
         elif isinstance(member, classmethod) and not name.startswith("_"):
             setattr(cls, name, classmethod(_reading(member.__func__)))
+    for name, member in inspect.getmembers(cls, inspect.isfunction):
+        inspect.unwrap(member).__qualname__ = f"{cls.__name__}.{name}"  # what Python's TypeErrors say: not our bases
     return cls
 
 

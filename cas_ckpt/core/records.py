@@ -53,7 +53,7 @@ def _brief(value: Any) -> str:
     if isinstance(value, (tuple, list, Mapping, frozenset, set)) and len(value) > MOST_ITEMS:
         return f"<{len(value)} items>"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_brief, value))})"
+        return f"({', '.join(map(_brief, value))}{',' * (len(value) == 1)})"
     text = repr(value)
     return text if isinstance(value, Brief) or len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
 

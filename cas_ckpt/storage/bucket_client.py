@@ -6,6 +6,7 @@ Must not know: vendors, objects.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -73,17 +74,26 @@ def whole_reply(pieces: Iterable[bytes], drop: Callable[[], object]) -> bytes:
     return b"".join(taken)
 
 
+_SHORT = 8
+
+
+def _found(secret: str) -> re.Pattern[str]:
+    """Where a text says `secret`; a short one only as a word of its own, for it may be part of any."""
+    literal = re.escape(secret)
+    return re.compile(rf"(?<![A-Za-z0-9]){literal}(?![A-Za-z0-9])" if len(secret) < _SHORT else literal)
+
+
 def shown(text: str, secrets: Collection[str]) -> str:
     """`text` without secrets, which a hostile server may send back, and without what moves the cursor of a terminal."""
     for secret in secrets:
-        text = text.replace(secret, "***")
+        text = _found(secret).sub("***", text)
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def is_clean(error: BaseException | None, secrets: Collection[str]) -> bool:
     """Whether the texts of `error`, and of what it was raised from, hold no secret."""
     while error is not None:
-        if any(secret in str(error) for secret in secrets):
+        if any(_found(secret).search(str(error)) for secret in secrets):
             return False
         error = error.__cause__ or error.__context__
     return True

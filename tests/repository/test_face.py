@@ -351,3 +351,14 @@ def test_a_first_checkout_imports_nothing_that_the_opening_has_not(tmp_path: Pat
     root = str(Path(cas_ckpt.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("5000 []\n", "")
+
+
+def test_what_is_shown_is_as_python_would_write_it(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        repo.commit({"w": 1})
+        assert "branches=('main',)" in repr(repo.show("main"))
+        with pytest.raises(TypeError, match=r"^Repository\.checkout\(\) missing"):
+            repo.checkout("main")  # type: ignore[call-arg]
+    assert [name for name in dir(cas_ckpt) if not name.startswith("__")] == sorted(
+        set(cas_ckpt.__all__) - {"__version__"}
+    )

@@ -307,3 +307,10 @@ def test_a_nonce_of_strange_letters_is_just_another(opened: Opened) -> None:
 
     with Hostile(serve) as server:
         assert isinstance(refused(lambda: opened(server).put_if_absent("a", b"x")), TransientStorageError)
+
+
+def test_a_short_secret_is_hidden_as_a_word_and_a_long_one_wherever_it_is() -> None:
+    said = bucket_client.shown("s3://bucket: b refused, key=b, xlong-secretx", ["b", "long-secret"])
+    assert said == "s3://bucket: *** refused, key=***, x***x"
+    assert bucket_client.is_clean(StorageError("bucket"), ["b"])
+    assert not bucket_client.is_clean(StorageError("key=b"), ["b"])
