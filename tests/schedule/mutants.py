@@ -100,15 +100,15 @@ def no_cas_state() -> Iterator[None]:
 def gc_before_ref() -> Iterator[None]:
     """A writer reads gc/state, then the ref: the other way round than w2 and w3."""
     states: dict[Store, GcState] = {}
-    ref_for_writing = publish._ref_for_writing
+    ref_for_writing = publish.ref_for_writing
 
-    def state_then_ref(handle: RepositoryHandle, kind: RefKind, name: str, *, lost: bool = False) -> Ref:
+    def state_then_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Ref:
         states[handle.store] = read_gc_state(handle.store)
-        return ref_for_writing(handle, kind, name, lost=lost)
+        return ref_for_writing(handle, kind, name)
 
     with (
         _numbers_alone(),
-        patch.object(publish, "_ref_for_writing", state_then_ref),
+        patch.object(publish, "ref_for_writing", state_then_ref),
         patch.object(publish, "read_gc_state", lambda store: states[store]),
     ):
         yield
