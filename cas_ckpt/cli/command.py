@@ -219,7 +219,7 @@ OTHER_NAMES = {
     "copy": "see cas-ckpt push",
     "dump": "see cas-ckpt read",
     "grep": "see cas-ckpt find, and cas-ckpt log --grep",
-    "merge": "see merge_states in docs/reference.md; cas-ckpt pull goes forward or rebases",
+    "merge": "states are joined in Python, by Repository.commit(state, parents=[...]); cas-ckpt pull goes forward",
     "prune": "see cas-ckpt forget, and cas-ckpt gc",
     "rebase": "see cas-ckpt pull --rebase",
     "reset": "see cas-ckpt branch --force NAME REVISION",
