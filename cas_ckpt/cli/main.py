@@ -195,7 +195,8 @@ def _guarded(arguments: list[str]) -> int:
         code = _run(arguments, settings)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001  # the border: everything becomes a line and a code
-        return report_error(error, debug=settings.debug)
+        as_json = settings.json or "--json" in arguments  # where what was written could not be read, too
+        return report_error(error, debug=settings.debug, as_json=as_json)
     return code
 
 

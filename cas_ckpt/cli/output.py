@@ -60,7 +60,7 @@ def number(value: float) -> str:
 
 def summary(commit: CommitInfo, **more: Any) -> dict[str, Any]:
     """What JSON says of a commit that is one of many, and `more`."""
-    return {"id": commit.id, "step": commit.step, "message": commit.message, **more}
+    return {"commit_id": commit.id, "step": commit.step, "message": commit.message, **more}
 
 
 def shown_metrics(metrics: Mapping[str, float], between: str) -> str:
@@ -129,6 +129,29 @@ def echo_json_rows(rows: Iterable[Any]) -> None:
     click.echo("\n]")
 
 
+JSON_NAMES: Mapping[str, Mapping[str, str]] = {
+    "CommitInfo": {"id": "commit_id", "root": "root_id", "parents": "parent_ids"},
+    "Lineage": {"target": "target_id"},
+    "LineageStep": {"commit": "commit_id", "target": "target_id"},
+    "CommitLineage": {"commit": "commit_id"},
+    "Verified": {"commit": "commit_id"},
+    "RestoreInfo": {"commit": "commit_id", "root": "root_id"},
+    "Hit": {"commit": "commit_id"},
+    "PinInfo": {"commit": "commit_id"},
+    "RefMove": {"old": "old_commit_id", "new": "new_commit_id"},
+    "MovedRef": {"old": "old_commit_id", "new": "new_commit_id"},
+    "FoundEntry": {"first": "first_commit_id", "last": "last_commit_id"},
+    "Freed": {"commits": "commit_ids", "kept": "kept_commit_ids"},
+    "BundleInfo": {"prerequisites": "prerequisite_ids"},
+}
+"""Class -> field -> its name in JSON: an id of a commit is called as in the views of SQL, whatever holds it."""
+
+
+def _json_name(kind: type, field: str) -> str:
+    named = (JSON_NAMES[each.__name__] for each in kind.__mro__ if each.__name__ in JSON_NAMES)
+    return next(named, {}).get(field, field)
+
+
 def plain(value: Any) -> Any:
     """`value` as what JSON has; dataclasses and named tuples become objects, anything else its repr."""
     if value is None or isinstance(value, (bool, int, str)):
@@ -136,7 +159,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        kind = type(value)
+        return {_json_name(kind, each.name): plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -155,21 +179,30 @@ BROKEN_PIPE = 141
 """As a shell counts a process that SIGPIPE ended."""
 
 
-def report_error(error: BaseException, *, debug: bool) -> int:
-    """Write to standard error what happened; the exit code. Raises what is not a failure at all."""
+def report_error(error: BaseException, *, debug: bool, as_json: bool = False) -> int:
+    """Write to standard error what happened, in one line; the exit code. Raises what is not a failure at all.
+
+    Args:
+        as_json: The line is an object of JSON: `error`, the kind of error; `message`; `exit_code`.
+    """
     if isinstance(error, BrokenPipeError):  # the reader went away (`| head`): be quiet, also when Python flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        _say("interrupted")
-        return INTERRUPTED
-    if not isinstance(error, Exception):
+        kind, line, code = "interrupted", "interrupted", INTERRUPTED
+    elif isinstance(error, Exception):
+        kind, line, code = type(error).__name__, one_line(error), exit_code(error)
+    else:
         raise error
-    if debug:
-        for line in "".join(traceback.format_exception(error)).splitlines():
-            _print(escaped(line))
-    _say(f"error: {one_line(error)}")
-    return exit_code(error)
+    trace = "".join(traceback.format_exception(error)).splitlines() if debug else []
+    if as_json:
+        told = {"error": kind, "message": line, "exit_code": code}
+        _print(json.dumps(told | ({"traceback": trace} if debug else {})))
+        return code
+    for each in trace:
+        _print(escaped(each))
+    _print(f"{PROGRAM}: {line if kind == 'interrupted' else f'error: {line}'}")
+    return code
 
 
 def exit_code(error: Exception) -> int:
@@ -266,10 +299,6 @@ class EscapedLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
         return "\n".join(map(escaped, super().format(record).splitlines()))
-
-
-def _say(line: str) -> None:
-    _print(f"{PROGRAM}: {line}")
 
 
 def _print(line: str) -> None:

@@ -84,7 +84,7 @@ def branch(
         if default is not None:
             digest = repo.set_default_branch(default)
             line = f"The default branch is {escaped(default)} ({digest[:SHORT_HEX]}) now"
-            settings.say({"default_branch": default, "id": digest}, line)
+            settings.say({"default_branch": default, "commit_id": digest}, line)
         elif delete or undelete or move:
             verbs = (partial(repo.delete_branch, force=force), repo.undelete_branch, repo.rename_branch)
             _change(settings, "branch", words, verbs, delete, undelete, repo.branches() if dry_run else None)
@@ -221,7 +221,7 @@ def resolve(settings: Settings, revision: str) -> None:
     else:
         with settings.open() as repo:
             digest = repo.resolve(revision)
-    settings.show({"revision": revision, "id": digest}, [digest])
+    settings.show({"revision": revision, "commit_id": digest}, [digest])
 
 
 def _only_one(**given: bool) -> None:
@@ -251,7 +251,7 @@ def _list(
 
 
 def _made(settings: Settings, what: str, name: str, digest: str) -> None:
-    settings.say({what: name, "id": digest}, f"{what} {escaped(name)} is {digest[:SHORT_HEX]}")
+    settings.say({what: name, "commit_id": digest}, f"{what} {escaped(name)} is {digest[:SHORT_HEX]}")
 
 
 def _change(
@@ -275,7 +275,7 @@ def _change(
         old, new = words
         digest = verbs[2](old, new)
         line = f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})"
-        settings.say({what: new, "id": digest, "was": old}, line)
+        settings.say({what: new, "commit_id": digest, "was": old}, line)
 
 
 def _would_delete(settings: Settings, what: str, names: Sequence[str], existing: Mapping[str, str]) -> None:

@@ -120,7 +120,7 @@ def _as_json(report: ForgetReport) -> dict[str, Any]:
         summary(one.commit, time_s=one.commit.time_s, keep=one.keep, reasons=one.reasons) for one in report.decisions
     ]
     return {
-        "dry_run": report.dry_run, "decisions": decisions, "forgotten": report.forgotten,
+        "dry_run": report.dry_run, "decisions": decisions, "forgotten_commit_ids": report.forgotten,
         "freed_bytes": report.freed_bytes, "gc": report.collected,
     }  # fmt: skip
 

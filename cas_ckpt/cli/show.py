@@ -284,4 +284,6 @@ def du(
     for row in rows:
         sizes = (row.total_bytes, row.new_bytes, row.unique_bytes, row.shared_bytes)
         lines.append((*map(shown, sizes), labels.get(row.name) or escaped(row.name)))
-    settings.show(rows, table(lines, right=frozenset(range(len(_COLUMNS)))))
+    found = [{"commit_id" if by == "commit" and key == "name" else key: value for key, value in plain(row).items()}
+             for row in rows]  # fmt: skip
+    settings.show(found, table(lines, right=frozenset(range(len(_COLUMNS)))))

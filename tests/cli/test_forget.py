@@ -67,7 +67,7 @@ def test_the_report_is_json_if_that_is_wanted(place: Path) -> None:
     ]  # fmt: skip
     found = call("-C", place, "forget", "--json", "--keep-within", "25h").json
     assert [one["message"] for one in found["decisions"] if not one["keep"]] == ["d3", "d2", "d0"]
-    assert found["forgotten"] == [one["id"] for one in found["decisions"] if not one["keep"]]
+    assert found["forgotten_commit_ids"] == [one["commit_id"] for one in found["decisions"] if not one["keep"]]
     assert {one["message"]: one["reasons"] for one in found["decisions"]}["d4"] == ["within 25h of main"]
     assert found["dry_run"] is False
 

@@ -146,7 +146,7 @@ def test_metrics_are_a_table(place: Path) -> None:
         [found["first"][:12], "1", "-", "2.5", "first"],
     ]
     named = json.loads(ok("-C", place, "metrics", "--name", "acc", "--json"))
-    assert [(each["id"], each["metrics"]) for each in named] == [(found["second"], {"acc": 0.5})]
+    assert [(each["commit_id"], each["metrics"]) for each in named] == [(found["second"], {"acc": 0.5})]
 
 
 def test_metrics_that_are_not_finite_are_shown_and_are_text_in_json(own: Path) -> None:
@@ -165,7 +165,7 @@ def test_best_prints_the_best_commits(place: Path) -> None:
     largest = ok("-C", place, "best", "loss:max", "-n", "2").splitlines()
     assert [line.split()[-1] for line in largest[1:]] == ["first", "second"]
     of_one = json.loads(ok("-C", place, "best", "loss:min", "-b", "v1", "--json"))
-    assert [each["id"] for each in of_one] == [found["third"]]
+    assert [each["commit_id"] for each in of_one] == [found["third"]]
     assert call("-C", place, "best", "los").code == 15
 
 
@@ -199,7 +199,7 @@ def test_a_branch_is_reset_by_force_and_the_reflog_tells(own: Path) -> None:
     ok("-C", own, "branch", "--force", "main", "main~1")
     moves = json.loads(ok("-C", own, "reflog", "--json"))
     assert [move["action"] for move in moves] == ["branch: set to main~1", "commit: second", "commit: first"]
-    assert moves[0]["old"] == before
+    assert moves[0]["old_commit_id"] == before
     ok("-C", own, "branch", "--force", "main", before)
     assert ok("-C", own, "resolve").strip() == before
 
@@ -244,8 +244,8 @@ def test_an_import_says_what_it_comes_from(own: Path, tmp_path: Path) -> None:
     words = ["--branch", "ft", "--lineage", "fine-tune-of=main~1", "--parent", "main", "--provenance", "--json"]
     made = json.loads(ok("-C", own, "import", tmp_path / "tuned.pt", *words))
     with Repository.open(own) as repo:
-        assert made["parents"] == [repo.resolve("main")]
-        assert made["lineage"] == [{"kind": "fine-tune-of", "target": repo.resolve("main~1"), "meta": None}]
+        assert made["parent_ids"] == [repo.resolve("main")]
+        assert made["lineage"] == [{"kind": "fine-tune-of", "target_id": repo.resolve("main~1"), "meta": None}]
         assert "python" in repo.show("ft").provenance
     assert call("-C", own, "import", tmp_path / "tuned.pt", "--lineage", "fine-tune-of").code == 2
 
@@ -260,7 +260,7 @@ def test_what_commits_share_is_told(place: Path, tmp_path: Path) -> None:
     freed = ok("-C", place, "freed", "main", "ft~1").splitlines()
     assert freed[0].startswith("forgetting would free 1 commits, 0 B in 0 chunks and ")
     assert freed[1:] == [f"{found['joined'][:12]} would stay: a branch, tag or pin names it"]
-    assert json.loads(ok("-C", place, "freed", "ft~1", "--json"))["commits"] == [found["first"]]
+    assert json.loads(ok("-C", place, "freed", "ft~1", "--json"))["commit_ids"] == [found["first"]]
     torch.save({"model": {"w": torch.arange(3000.0)}}, tmp_path / "w.pt")
     near = json.loads(ok("-C", place, "nearest", "--file", tmp_path / "w.pt", "-n", "1", "--json"))
     assert (near[0]["share"], near[0]["num_bytes"]) == (1.0, 12000)

@@ -93,7 +93,7 @@ def test_kept_plans_are_listed_with_their_commit(place: Path) -> None:
     ok("-C", place, "plan", "dp=7")
     listed = next(line.split() for line in ok("-C", place, "plan", "--list").splitlines() if " dp=7 " in line)
     commit = call("-C", place, "log", "--json").json[0]
-    assert listed[:4] == [commit["id"][:12], commit["root"][:12], "dp=7", "7"]
+    assert listed[:4] == [commit["commit_id"][:12], commit["root_id"][:12], "dp=7", "7"]
 
 
 def test_the_mesh_that_takes_the_least_time_comes_first(place: Path) -> None:

@@ -48,7 +48,7 @@ def test_status_shows_the_head_and_the_other_names(tmp_path: Path) -> None:
         "Pins:      1 (paper)",
     ]
     found = json.loads(ok("-C", tmp_path / "repo", "status", "--json"))
-    assert (found["default_branch"], found["commit"]["id"]) == ("main", second)
+    assert (found["default_branch"], found["commit"]["commit_id"]) == ("main", second)
     assert found["branches"] == {"main": second} | {f"ft-{number}": first for number in range(10)}
     assert (found["tags"], found["pins"]) == ({"v1": second}, {"paper": second})
     assert "head" not in found

@@ -104,7 +104,7 @@ def test_the_log_as_json_has_all_that_commits_say(place: Path) -> None:
         ("tuned", ["ft"], {"lr": 0.1}),
         ("first\n\nat length", ["tag: v1"], None),
     ]
-    assert found[0]["parents"] == [found[1]["id"]]
+    assert found[0]["parent_ids"] == [found[1]["commit_id"]]
     assert found[0]["stats"]["num_entries"] == 3
 
 
@@ -172,7 +172,7 @@ def test_branches_are_made_listed_and_deleted(own: Path) -> None:
 def test_tags_are_made_listed_and_deleted(own: Path) -> None:
     second, first = log_of(own)
     assert ok("-C", own, "tag", "v1", "HEAD~1") == f"tag v1 is {first.short_id}\n"
-    assert json.loads(ok("-C", own, "tag", "v2", "--json")) == {"tag": "v2", "id": second.id}
+    assert json.loads(ok("-C", own, "tag", "v2", "--json")) == {"tag": "v2", "commit_id": second.id}
     assert ok("-C", own, "tag").split() == ["v1", first.short_id, "v2", second.short_id]
     assert json.loads(ok("-C", own, "tag", "-d", "v1", "v2", "--json")) == {"v1": first.id, "v2": second.id}
     assert ok("-C", own, "tag") == ""
@@ -212,7 +212,7 @@ def test_a_model_goes_out_and_comes_in_as_the_same_state(own: Path, tmp_path: Pa
     said = ok("-C", own, "import", tmp_path / "state.pt", "--onto", "main")
     assert log_of(own)[0].parents == (head.id,) and said.splitlines()[1] == f" follows {head.short_id}"
     made = json.loads(ok("-C", own, "import", tmp_path / "state.pt", "-b", "fork", "--onto", "main~1", "--json"))
-    assert made["parents"] == [head.id]
+    assert made["parent_ids"] == [head.id]
     assert "did you mean 'main'" in call("-C", own, "import", tmp_path / "state.pt", "-b", "mian").err
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.docs.command_line import verbs
 from tests.docs.example import example
 from tests.docs.index_schema import schema
+from tests.docs.json_page import objects
 from tests.docs.month_of_a_run import month
 from tests.docs.questions import questions, readme
 from tests.docs.views_page import views
@@ -19,6 +20,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "example": ("format.md", example),
     "schema": ("index.md", schema),
+    "json": ("command-line.md", objects),
     "verbs": ("command-line.md", verbs),
     "views": ("sql.md", views),
     "questions": ("sql.md", questions),

@@ -75,7 +75,9 @@ def test_a_log_is_filtered_by_one_comparison_or_by_several(repo: Repository) -> 
 def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Repository) -> None:
     repo.commit({"x": 1}, metrics={"loss": 1.0})
     for verb in (lambda: repo.log(where="lose<2"), lambda: repo.best("lose"), lambda: repo.metrics(names="lose")):
-        with pytest.raises(NotFoundError, match="no commit has a metric 'lose': there are loss"):
+        with pytest.raises(
+            NotFoundError, match=r"no commit has a metric 'lose' \(did you mean 'loss'\?\): there are loss"
+        ):
             verb()
 
 

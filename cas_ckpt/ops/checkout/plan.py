@@ -397,6 +397,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     shown["summary"] |= {name: getattr(summary, name) for name in derived}
     for name in RANK_COLUMNS:
         shown["summary"][name]["balance"] = getattr(summary, name).balance
+    shown["commit_id"], shown["root_id"] = shown.pop("commit"), shown.pop("root")
     return shown
 
 
@@ -425,4 +426,6 @@ def _from_json(found: Mapping[str, Any]) -> PlanReport:
         PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
         for each in found["shapes"]
     )
-    return PlanReport(found["root"], found["mesh"], rules, PlanSummary(**values), tuple(shapes), commit=found["commit"])
+    return PlanReport(
+        found["root_id"], found["mesh"], rules, PlanSummary(**values), tuple(shapes), commit=found["commit_id"]
+    )

@@ -135,8 +135,8 @@ def test_long_values_are_kept_as_chunks(repo: RepositoryHandle) -> None:
 # --- bad requests -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5", None, True])
-def test_a_metric_that_is_no_finite_number_is_refused(repo: RepositoryHandle, value: Any) -> None:
+@pytest.mark.parametrize("value", ["0.5", None, True])
+def test_a_metric_that_is_no_number_is_refused(repo: RepositoryHandle, value: Any) -> None:
     with pytest.raises(InvalidInputError, match="loss"):
         commit(repo, {}, metrics={"loss": value})
 
