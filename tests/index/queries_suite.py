@@ -95,8 +95,8 @@ class QueryTests:
         ("query", "said"),
         [
             ("SELECT '\0'", "NUL"), ("SELECT '\udc80'", "not text"), ("SELECT " + "1" * MOST_CHARS, "characters"),
-            ("SELECT nosuch FROM commits", r"nosuch.*docs/sql\.md"),
-            ("SELECT * FROM nowhere", r"nowhere.*docs/sql\.md"),
+            ("SELECT nosuch FROM commits", r"nosuch.*sql --views"),
+            ("SELECT * FROM nowhere", r"nowhere.*sql --views"),
             ("SELEC 1", "syntax"), ("SELECT (" * 3000, r"."), ("SELECT 1" + "+1" * 40_000, r"."),
             ("SELECT 'it", r"."), ("SELECT count(", r"."), ("SELECT 1 UNION SELECT 1, 2", "columns"),
         ],
