@@ -97,7 +97,7 @@ class BackgroundPushes:
         """Push to the tier `name` what it lacks, from now on. Returns at once."""
         try:
             self._threads.setdefault(name, self._background(name)).wake()
-        except RuntimeError as error:  # no thread can be had: the commit that is to be pushed is made
+        except MemoryError as error:  # no thread can be had: the commit that is to be pushed is made
             _log_failure(name, error)
 
     def _background(self, name: str) -> Background:
