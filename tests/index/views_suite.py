@@ -224,6 +224,7 @@ class ViewTests:
         assert rows(index, f"{query} WHERE c.message = 'small'") == [(256, 256)]
         with pytest.raises(TooLargeError, match="sql: a state of more than 1000 containers, .*, has no entries here$"):
             rows(index, f"{query} WHERE c.message = 'large'")
+        index.write(lambda connection: connection.exec_driver_sql("DROP VIEW some_entries"))
 
     def test_a_key_reads_the_same_in_every_script(self, index: Index) -> None:
         filled(index)
