@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import ImportInfo, LeftOut, commit_of, import_info
+from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info
 from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.dcp.folder.metadata import is_dcp_folder
@@ -35,9 +35,11 @@ from cas_ckpt.ops.files.models import (
     SUFFIXES,
     ModelFiles,
     WeightsFormat,
+    files_beside,
     find_model,
     model_tree,
     naming,
+    side_items,
     under_prefix,
 )
 from cas_ckpt.progress import SILENT, Progress
@@ -63,8 +65,17 @@ def import_any(
     """
     with naming(path):
         tree, left_out = read_state(path, follow_links=follow_links, allow_pickle=request.allow_pickle)
+        request = replace(request, meta=_noting(request.meta, left_out))
         commit = commit_tree(handle, under_prefix(tree, prefix), request, progress=progress)
         return import_info(commit, left_out)
+
+
+def _noting(meta: Any, left_out: Sequence[LeftOut]) -> Any:
+    """The metadata of a commit, with what an import left out: file -> why."""
+    if not left_out:
+        return meta
+    given = {} if meta is None else meta if isinstance(meta, dict) else {"meta": meta}
+    return {**given, LEFT_OUT: {each.name: each.reason for each in left_out}}
 
 
 def read_state(
@@ -77,17 +88,25 @@ def read_state(
     if is_dcp_folder(path):
         from cas_ckpt.dcp.folder.importing import folder_tree
 
-        return folder_tree(Path(path), allow_pickle=allow_pickle, follow_links=follow_links), ()
-    files = find_model(path, follow_links=follow_links)
-    if files.format is WeightsFormat.SAFETENSORS:
-        tree = model_tree(files)
+        folder = Path(path)
+        tree, saved = folder_tree(folder, allow_pickle=allow_pickle, follow_links=follow_links)
+        files = files_beside(folder, saved, follow_links=follow_links)
+        beside = side_items(files)
     else:
-        from cas_ckpt.training.torch_file import torch_tree
+        files, beside = find_model(path, follow_links=follow_links), {}
+        if files.format is WeightsFormat.SAFETENSORS:
+            tree = model_tree(files)
+        else:
+            from cas_ckpt.training.torch_file import torch_tree
 
-        tree = torch_tree(files, allow_pickle=allow_pickle)
-    parts, refused = _parts(files.parts, allow_pickle=allow_pickle)
-    left_out = sorted((*files.left_out, *refused), key=lambda each: each.name)
-    return replace(tree, children={**tree.children, **parts}), tuple(left_out)
+            tree = torch_tree(files, allow_pickle=allow_pickle)
+    parts, left_out = _parts(files.parts, allow_pickle=allow_pickle)
+    top = {key: key.partition("/")[0] for key in files.parts}
+    clashing = [path for key, path in files.parts.items() if top[key] in tree.children]
+    clashing += files.side_files if beside.keys() & tree.children.keys() else ()
+    left_out += [LeftOut(path.name, "its key is one of the state that was saved beside it") for path in clashing]
+    found = sorted((*files.left_out, *left_out), key=lambda each: each.name)
+    return replace(tree, children={**parts, **beside, **tree.children}), tuple(found)
 
 
 def file_tree(path: str | os.PathLike[str]) -> Container:

@@ -22,7 +22,7 @@ import click
 from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
 from cas_ckpt.cli.signing import given_trust, said_of, trust_option
-from cas_ckpt.core.records import CONTINUED_FROM
+from cas_ckpt.core.records import CONTINUED_FROM, LEFT_OUT
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.history.quick_log import quick_log
 from cas_ckpt.progress import human_bytes
@@ -208,6 +208,9 @@ def describe(
     for each in commit.lineage:
         meta = "" if each.meta is None else f" {escaped(repr(each.meta))}"
         lines.append(f"Lineage: {each.kind} {each.target[:SHORT_HEX]}{meta}")
+    left_out = commit.meta.get(LEFT_OUT) if isinstance(commit.meta, dict) else None
+    if isinstance(left_out, dict):
+        lines.append(f"Left out: {escaped(', '.join(map(str, left_out)))}")
     lines.append(f"Size:    {human_bytes(commit.stats.total_bytes)}, {human_bytes(commit.stats.new_bytes)} new")
     if commit.restored_s is not None:
         lines.append(f"Restored: {utc(commit.restored_s)} UTC")

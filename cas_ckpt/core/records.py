@@ -145,6 +145,10 @@ class CommitInfo(Brief):
         return datetime.datetime.fromtimestamp(self.time_s, datetime.UTC)
 
 
+LEFT_OUT = "left_out"
+"""Under this name the metadata of a commit that an import made has what it did not take: file -> why."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """A file or folder that an import did not take.

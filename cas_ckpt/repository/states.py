@@ -357,7 +357,8 @@ class StateVerbs(Opened):
             follow_links: Read what symbolic links in a folder lead to outside of it. Those of the
                 Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
         Returns:
-            The commit; `left_out` names each file of a folder that is not in it, and why.
+            The commit; `left_out` names each file of a folder that is not in it, and why. So does its metadata, under
+            "left_out" (a `meta` that is no dict is then under "meta"), and `cas-ckpt log`.
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """

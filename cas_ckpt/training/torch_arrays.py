@@ -5,6 +5,7 @@ pickle is read as data instead, and each constructor in it is matched exactly wi
 
     numpy._core.multiarray._reconstruct(ndarray, (0,), b"b") with a state -> np.frombuffer of the bytes in it
     numpy._core.multiarray.scalar(dtype, bytes)                           -> the same, of one element
+    collections.Counter, set, bytearray, complex, torch.device, parameters -> what torch's loader makes of them
     torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...)   -> a view of the mapped file
 
 Invariant: nothing is imported or called by name. Arrays are booleans, integers, floats and complex numbers; the
@@ -18,7 +19,8 @@ import mmap
 import re
 import struct
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pickle import UnpicklingError
@@ -54,7 +56,21 @@ STORAGE_DTYPES = {
 _BYTES = frozenset({"__builtin__.bytes", "builtins.bytes"})
 """What protocol 2 calls without an argument for no bytes."""
 
-_ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, TYPED, _ORDERED, _SIZE, *STORAGE_DTYPES})
+_DTYPES = {f"torch.{name}": dtype for name, dtype in TORCH_DTYPES.items()}
+_PARAMETER = "torch._utils._rebuild_parameter"
+
+_VALUES: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
+    "collections.Counter": (Counter, (dict,)), "torch.device": (torch.device, (str, int)),
+    **{f"{home}.set": (set, (list,)) for home in ("__builtin__", "builtins")},
+    **{f"{home}.complex": (complex, (float, float)) for home in ("__builtin__", "builtins")},
+    **{f"{home}.bytearray": (bytearray, (bytes,)) for home in ("__builtin__", "builtins")},
+}  # fmt: skip
+"""What else torch calls weights: what makes it, of arguments of these types, the last of which may be missing."""
+
+_ALLOWED = frozenset(
+    {*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, TYPED, _ORDERED, _SIZE, *STORAGE_DTYPES, *_DTYPES, *_VALUES,
+     _PARAMETER}
+)  # fmt: skip
 
 _CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 """Elements whose bytes are their values."""
@@ -126,6 +142,17 @@ class _Reader:
             return torch.Size(_integers(*described.args))
         if isinstance(described, Made) and (described.name == _ENCODE or described.name in _BYTES):
             return _bytes(described)
+        if isinstance(described, Named) and described.name in _DTYPES:
+            return _DTYPES[described.name]
+        if isinstance(described, Made) and described.state is None and described.name in _VALUES:
+            make, types = _VALUES[described.name]
+            given = [self.value(each, depth) for each in described.args]
+            if [type(each) for each in given] in (list(types), list(types[:-1])):
+                return make(*given)
+        if isinstance(described, Made) and described.state is None and described.name == _PARAMETER:
+            data, requires_grad, hooks = (self.value(each, depth) for each in described.args)
+            if isinstance(data, torch.Tensor) and type(requires_grad) is bool and not hooks:
+                return torch.nn.Parameter(data.detach(), requires_grad)
         raise ValueError(f"{described.name} is not made in a way that is known")
 
     def _tensor(self, made: Made) -> torch.Tensor:

@@ -35,6 +35,7 @@ import torch
 import zstandard
 
 from cas_ckpt.dcp.folder.metadata import (
+    DATA_SUFFIX,
     MAX_DECODED_BYTES,
     FolderMetadata,
     Place,
@@ -76,8 +77,12 @@ MAX_GAPS = 10_000
 """Places of lists that the folder says nothing about, at most."""
 
 
-def folder_tree(folder: FilePath, *, allow_pickle: bool = False, follow_links: bool = False) -> Container:
-    """The state that a folder holds; its tensors are read when it is committed. Nobody may write there meanwhile.
+def folder_tree(
+    folder: FilePath, *, allow_pickle: bool = False, follow_links: bool = False
+) -> tuple[Container, frozenset[str]]:
+    """The state that a folder holds, and the names in the folder of the files and folders that it is in.
+
+    Its tensors are read when it is committed. Nobody may write there meanwhile.
 
     Needs a buffer per thread for tensors; a saved chunk that is compressed is decoded whole.
     Objects (tuples that hold tensors among them) are loaded whole.
@@ -102,7 +107,9 @@ def folder_tree(folder: FilePath, *, allow_pickle: bool = False, follow_links: b
         leaves[str(name)] = item
     for key, tensor in metadata.tensors.items():
         leaves[key] = TensorItem(tensor.spec, ChunkedSource(tensor, files, scratch, key=key))
-    return nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
+    tree = nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
+    saved = {place.file.partition("/")[0] for place in metadata.places()}
+    return tree, frozenset(saved.union(path.name for path in folder.glob(f"*{DATA_SUFFIX}")))
 
 
 # --- structure ------------------------------------------------------------------------------

@@ -50,12 +50,22 @@ _CLASSES = (
     "metadata.ChunkStorageMetadata", "metadata.MetadataIndex", "metadata.StorageMeta", "metadata._MEM_FORMAT_ENCODING",
     "filesystem._StorageInfo",
 )  # fmt: skip
+_PLAN_CLASSES = (
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
+    f"{_HOMES[0]}.filesystem._StoragePrefix",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+)
+"""Of how the ranks wrote it, which Megatron keeps there (`all_local_plans`); nobody here asks for it."""
+
 _LAYOUT = "torch.serialization._get_layout"
 _PATHS = tuple(f"{home}.{kind}Path" for home in ("pathlib", "pathlib._local") for kind in ("Posix", "PurePosix"))
 ALLOWED_NAMES = frozenset(
     [f"{home}.{name}" for home in _HOMES for name in _CLASSES]
     + [f"torch.{name}" for name in (*DTYPE_BYTES, "Size", "contiguous_format", "preserve_format", "channels_last")]
-    + [_LAYOUT, *_PATHS, "pathlib.WindowsPath", "pathlib.PureWindowsPath", "collections.OrderedDict"]
+    + [_LAYOUT, *_PLAN_CLASSES, *_PATHS, "pathlib.WindowsPath", "pathlib.PureWindowsPath", "collections.OrderedDict"]
 )
 """All that a `.metadata` may name. Nothing of it is imported."""
 

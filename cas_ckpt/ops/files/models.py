@@ -7,6 +7,8 @@
              config.json, tokenizer files ...                   side files
              optimizer.pt, scheduler.pt, rng_state.pth ...      parts of a training state
 
+Beside what DCP saved in a folder there may be side files and parts, too.
+
 The tree of an import is "model/<tensor>" for the tensors, "metadata/<name>" for the header's texts, and
 "files/<name>" for the side files, as bytes. A model that was imported and the same model committed live under "model"
 are one state: the container is of the kind that `Module.state_dict()` gives.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -79,6 +81,8 @@ _PARTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"pytorch_model_(\d+)\.bin", "model_{}"),
         (r"random_states_(\d+)\.pkl", "rng/{}"),
         (r"custom_checkpoint_(\d+)\.pkl", "custom/{}"),
+        # beside what DCP saved: Lightning (loops, schedulers, callbacks), and Megatron (what is equal on all ranks)
+        (r"(meta|common)\.pt", "{}"),
     )
 )
 """Key by name of the parts of a training state, as the frameworks lay them out in a folder."""
@@ -119,11 +123,7 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
     """
     place = Path(path)
     if place.is_dir():
-        files = _find_in_folder(place)
-        if not follow_links:
-            for file in (*files.weights, *files.side_files, *files.parts.values()):
-                check_inside(file, place)
-        return files
+        return _checked(_find_in_folder(place), place, follow_links)
     if not os.path.lexists(place):
         raise InvalidInputError(f"{place}: No such file or folder")
     kind = SUFFIXES.get(place.suffix.lower())
@@ -135,13 +135,44 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
     return ModelFiles(kind, (place,))
 
 
+def files_beside(folder: Path, saved: Collection[str], *, follow_links: bool = False) -> ModelFiles:
+    """What a folder of DCP holds beside what DCP saved: what its frameworks put there (`meta.pt`, `common.pt`).
+
+    Args:
+        saved: Names of DCP's own files and folders.
+    Raises:
+        InvalidInputError: a link that leads out of the folder.
+    """
+    entries = {name: is_dir for name, is_dir in _listed(folder).items() if name not in saved}
+    return _checked(
+        _with_rest(ModelFiles(WeightsFormat.DCP, (), is_folder=True), folder, entries), folder, follow_links
+    )
+
+
+def _checked(files: ModelFiles, folder: Path, follow_links: bool) -> ModelFiles:
+    if not follow_links:
+        for file in (*files.weights, *files.side_files, *files.parts.values()):
+            check_inside(file, folder)
+    return files
+
+
 def _find_in_folder(folder: Path) -> ModelFiles:
+    entries = _listed(folder)
+    chosen, files = _find_weights(folder, sorted(name for name, is_dir in entries.items() if not is_dir))
+    return _with_rest(files, folder, entries, chosen)
+
+
+def _listed(folder: Path) -> dict[str, bool]:
+    """Name of what is in the folder -> whether it is a folder."""
     try:
-        entries = {entry.name: entry.is_dir() for entry in os.scandir(folder)}
+        return {entry.name: entry.is_dir() for entry in os.scandir(folder)}
     except OSError as error:
         raise translated(error, "listing", str(folder)) from error
+
+
+def _with_rest(files: ModelFiles, folder: Path, entries: Mapping[str, bool], chosen: str = "") -> ModelFiles:
+    """`files` with what else is in the folder."""
     names = sorted(name for name, is_dir in entries.items() if not is_dir)
-    chosen, files = _find_weights(folder, names)
     side_files = tuple(folder / name for name in names if _is_side_file(name))
     parts = _find_parts(folder, names)
     taken = {chosen, *(path.name for path in (*files.weights, *side_files, *parts.values()))}
@@ -184,7 +215,7 @@ def _reason(name: str, weights: str, *, is_dir: bool) -> str:
         return "is a folder; import it by its own path if it is a checkpoint"
     if any(pattern.fullmatch(name) for pattern, _ in _PARTS):
         return "another file of the folder has the key that it would go under"
-    if Path(name).suffix in SUFFIXES or name.endswith(INDEX_SUFFIX):
+    if weights and (Path(name).suffix in SUFFIXES or name.endswith(INDEX_SUFFIX)):
         return f"not a known part of a checkpoint; the weights were read from {weights}"
     return "not a known part of a checkpoint"
 
@@ -336,7 +367,7 @@ def side_items(files: ModelFiles) -> dict[Name, Item]:
 
 def _tensors(opened: Sequence[InputFile], headers: Sequence[Header], files: ModelFiles) -> dict[Name, Item]:
     scratch = ReadScratch()
-    items: dict[Name, Item] = {}
+    items: dict[Name, TensorItem] = {}
     found: dict[str, Path] = {}
     for file, header in zip(opened, headers, strict=True):
         for slot in header.tensors:
@@ -344,8 +375,13 @@ def _tensors(opened: Sequence[InputFile], headers: Sequence[Header], files: Mode
                 raise InvalidInputError(f"{file.path}: {slot.name!r} is in {found[slot.name].name} too: remove one")
             found[slot.name] = file.path
             items[slot.name] = TensorItem(slot.spec, FileSource(file, slot.offset, slot.spec, scratch))
+        for name, kept in (header.metadata or {}).items():
+            if found.get(kept) == file.path and name not in found and name != "format":
+                # `save_model` of the library has dropped it, since it is the memory of the other one
+                items[kept].identity = ((str(file.path), kept), None)
+                items[name] = items[kept]
     check_names(files.weight_map, found, files.weights[0].parent if files.weights else Path())
-    return items
+    return dict(items)
 
 
 def _merged_metadata(paths: Sequence[Path], headers: Sequence[Header]) -> Mapping[str, str] | None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import pickle
 import random
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from cas_ckpt import Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.dcp.folder import importing as dcp_folder_files
@@ -58,6 +65,51 @@ def test_more_files_than_may_be_open(repo: RepositoryHandle, tmp_path: Path, mon
     # Equal lengths: were a file taken for another by its number, its bytes would be taken too.
     state = {f"t{number}": torch.randn(200, 50) for number in range(40)}
     folder = save_folder(tmp_path / "c", state, single_file_per_rank=False)
+    assert import_file(repo, folder).root == live_root(repo, state)
+
+
+def test_what_frameworks_put_beside_the_saved_state_comes_in_or_is_named(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "c", {"model": {"w": torch.ones(3)}, "files": {"n": 1}})
+    meta = {"epoch": 3, "loops": {"fit_loop": {"total": 7}}, "lr_schedulers": [{"last_epoch": 3, "_last_lr": [0.1]}]}
+    torch.save(meta, folder / "meta.pt")  # as Lightning does for FSDP
+    torch.save({"args": argparse.Namespace(lr=0.1)}, folder / "common.pt")  # as Megatron does
+    torch.save({"w": 1}, folder / "else.pt")
+    (folder / "config.json").write_text("{}")
+    (folder / "__9_0.distcp").write_bytes(b"")  # of a rank that had nothing to save
+    with Repository.init("memory://beside") as repo:
+        imported = repo.import_file(folder, meta={"by": "me"})
+        assert [each.name for each in imported.left_out] == ["common.pt", "config.json", "else.pt"]
+        assert "argparse.Namespace" in imported.left_out[0].reason
+        assert "saved beside it" in imported.left_out[1].reason
+        loaded = repo.load()
+        assert loaded["meta"] == meta
+        assert loaded["files"] == {"n": 1}
+        (commit,) = repo.log()
+        assert commit.meta == {"by": "me", "left_out": {each.name: each.reason for each in imported.left_out}}
+
+
+def test_a_folder_whose_metadata_has_the_plans_of_the_ranks_is_read(
+    repo: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron keeps there how each rank wrote it, in a class of its own."""
+    home = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    fields = [("mcore_data", dict, dataclasses.field(default_factory=dict))]
+    plan = dataclasses.make_dataclass("MCoreSavePlan", fields, bases=(SavePlan,), frozen=True)
+    plan.__module__ = home.__name__
+    home.MCoreSavePlan = plan  # type: ignore[attr-defined]
+    names = home.__name__.split(".")
+    for length in range(1, len(names) + 1):  # pickle imports what is above it, too
+        monkeypatch.setitem(sys.modules, ".".join(names[:length]), home)
+    state = {"w": torch.randn(90, 80), "n": 3}
+    folder = save_folder(tmp_path / "c", state)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    items = planner.create_local_plan().items
+    mcore_data = {"w": {"nd_reformulated_orig_global_shape": (90, 80)}}
+    metadata.all_local_plans = [SavePlan(items), plan(items, mcore_data=mcore_data)]
+    metadata.mcore_data = {}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert import_file(repo, folder).root == live_root(repo, state)
 
 

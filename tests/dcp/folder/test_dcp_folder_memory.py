@@ -78,7 +78,7 @@ def test_a_thread_holds_no_more_of_a_folder_than_its_sources_say(tmp_path: Path,
         folder = save_folder(tmp_path / "c", {"w": state["w"].t()})
     else:
         folder = save_folder(tmp_path / "c", state, _extensions=[ZStandard()] if kind == "compressed" else [])
-    tree = folder_tree(folder)
+    tree, _ = folder_tree(folder)
     said = measure(tree).read_bytes
     (source,) = (item.source for _, item in walk(tree) if isinstance(item, TensorItem))
     spec = next(item.spec for _, item in walk(tree) if isinstance(item, TensorItem))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
@@ -58,6 +58,17 @@ def test_an_imported_model_is_the_same_state_as_the_live_model(repo: RepositoryH
     live = commit_tree(repo, capture_state({"model": model, "step": 1}), CommitRequest(branch="live"))
     assert container_id(repo, imported.root, "model") == container_id(repo, live.root, "model")
     assert live.stats.num_new_chunks == 0
+
+
+def test_a_tie_that_the_header_records_is_one(repo: RepositoryHandle, tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(90, 30), "lm_head": torch.nn.Linear(30, 90, bias=False)})
+    model["lm_head"].weight = model["embed"].weight
+    save_model(model, str(tmp_path / "m.safetensors"))
+    imported = import_file(repo, tmp_path / "m.safetensors")
+    live = commit_tree(repo, capture_state({"model": model}), CommitRequest(branch="live"))
+    assert container_id(repo, imported.root, "model") == container_id(repo, live.root, "model")
+    loaded = load_state(repo, imported.id)["model"]
+    assert loaded["embed.weight"].data_ptr() == loaded["lm_head.weight"].data_ptr()
 
 
 def test_loading_an_import_and_committing_it_again_gives_the_same_root(repo: RepositoryHandle, tmp_path: Path) -> None:

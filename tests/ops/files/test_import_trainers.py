@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ def test_the_command_line_names_what_it_left_out_and_ends_with_3(repo: Repositor
     done = call("-C", tmp_path / "repo", "import", tmp_path / "checkpoint-500", "--prefix", "run")
     assert done.code == 3
     assert "left out: training_args.bin: " in done.err
+    assert "Left out: training_args.bin" in call("-C", tmp_path / "repo", "log").out
     told = call("-C", tmp_path / "repo", "import", tmp_path / "checkpoint-500", "--branch", "again", "--json")
     assert told.code == 3
     assert [each["name"] for each in told.json["left_out"]] == ["training_args.bin"]
@@ -169,7 +171,9 @@ def test_numpy_arrays_and_numbers_in_a_torch_file_come_in_bit_by_bit(repo: Repos
         "complex": np.array([1 + 2j]), "scalar": np.float64(0.1), "half": np.float16(1.5), "zero": np.array(7),
         "tensor": torch.randn(300, 40), "part": torch.arange(100).view(10, 10)[2:5, 1:9], "empty": torch.empty(0, 2),
         "bf16": torch.randn(40, dtype=torch.bfloat16), "shared": [1, {"a": (2, None, 0.5, b"\xff")}],
-        "ordered": torch.nn.Linear(3, 2).state_dict(),
+        "ordered": torch.nn.Linear(3, 2).state_dict(), "counter": Counter(a=2), "set": {1, "b"},
+        "array": bytearray(b"ab"), "device": torch.device("cpu"),
+        "dtype": torch.float8_e5m2, "number": 1 + 2j, "parameter": torch.nn.Parameter(torch.ones(300, 7)),
     }  # fmt: skip
     state["again"] = state["tensor"]
     torch.save(state, tmp_path / "s.pt")
