@@ -37,6 +37,16 @@ MOST_COMPARED = 10_000
 _INT64 = 1 << 63
 
 
+_MOST_NAMES = 20
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Names for an error that lists what there is: the first ones and how many more, or "none"."""
+    every = list(names)
+    more = len(every) - _MOST_NAMES
+    return ", ".join([*every[:_MOST_NAMES], *([f"... {more} more"] if more > 0 else [])]) or "none"
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a sentence that says that there is no `name`: the most similar of `names`, or nothing."""
     import difflib  # needed by those who mistype alone

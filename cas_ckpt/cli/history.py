@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cas_ckpt.cli.command import Settings, flag, limit_option, verb
-from cas_ckpt.cli.output import echo, escaped, number, subject, summary, table, utc
+from cas_ckpt.cli.output import MOST_METRICS, echo, escaped, number, subject, summary, table, utc
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -85,7 +85,9 @@ def metrics(
     with settings.open() as repo:
         commits = repo.metrics(revisions, names, all_refs=all_refs, limit=limit)
     columns = names or tuple(sorted({name for commit in commits for name in commit.metrics}))
-    _page_metrics(settings, commits, columns)
+    _page_metrics(settings, commits, columns, shown=columns if names else columns[:MOST_METRICS])
+    if not settings.json and not names and len(columns) > MOST_METRICS:
+        click.echo(f"{len(columns) - MOST_METRICS} more metrics: --name NAME shows one, --json all", err=True)
 
 
 @verb(
@@ -108,10 +110,12 @@ def best(settings: Settings, metric: str, limit: int, branch: str | None) -> Non
     name, largest = parse_ranking(metric)
     with settings.open() as repo:
         found = repo.best(name, largest=largest, limit=limit, ref=branch)
-    _page_metrics(settings, [each.commit for each in found], (name,))
+    _page_metrics(settings, [each.commit for each in found], (name,), shown=(name,))
 
 
-def _page_metrics(settings: Settings, commits: Sequence[CommitInfo], names: Sequence[str]) -> None:
+def _page_metrics(
+    settings: Settings, commits: Sequence[CommitInfo], names: Sequence[str], *, shown: Sequence[str]
+) -> None:
     found = [
         summary(
             commit,
@@ -120,9 +124,9 @@ def _page_metrics(settings: Settings, commits: Sequence[CommitInfo], names: Sequ
         )
         for commit in commits
     ]
-    rows = [["commit", "step", *map(escaped, names), "message"]] if commits else []
-    rows += [_row(commit, names) for commit in commits]
-    settings.page(found, table(rows, right=frozenset(range(1, len(names) + 2)), width=settings.width))
+    rows = [["commit", "step", *map(escaped, shown), "message"]] if commits else []
+    rows += [_row(commit, shown) for commit in commits]
+    settings.page(found, table(rows, right=frozenset(range(1, len(shown) + 2)), width=settings.width))
 
 
 def _row(commit: CommitInfo, names: Sequence[str]) -> list[str]:

@@ -32,6 +32,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u206
 
 LINES_PER_WRITE = 2000
 
+MOST_METRICS = 20
+"""In one line; --json has all."""
+
 
 def escaped(text: str) -> str:
     """`text` with every control character written out."""
@@ -64,8 +67,10 @@ def summary(commit: CommitInfo, **more: Any) -> dict[str, Any]:
 
 
 def shown_metrics(metrics: Mapping[str, float], between: str) -> str:
-    """The metrics as name=number."""
-    return between.join(f"{escaped(name)}={number(value)}" for name, value in metrics.items())
+    """The metrics as name=number, of many the first ones."""
+    shown = [f"{escaped(name)}={number(value)}" for name, value in islice(metrics.items(), MOST_METRICS)]
+    more = len(metrics) - len(shown)
+    return between.join([*shown, f"({more} more)"] if more else shown)
 
 
 def cut(text: str, width: int | None) -> str:

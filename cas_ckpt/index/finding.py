@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy import Connection, text
 
+from cas_ckpt.arguments import some_of
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.index.ahead import Ahead, Place
 from cas_ckpt.index.database import OBJECTS_BY_ID, rows_by_number
@@ -312,7 +313,7 @@ _CHILD = CHILD - FORM
 
 def _require_dtype(wanted: str, known: Collection[str]) -> None:
     if not any(_is_dtype(dtype, wanted) for dtype in known):
-        names = ", ".join(sorted(known)) or "none"
+        names = some_of(sorted(known))
         raise NotFoundError(f"no tensor has the dtype {shown_value(wanted)}: there are {names}")
 
 

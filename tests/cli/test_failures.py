@@ -243,3 +243,22 @@ def test_a_terminal_without_unicode_still_shows_the_log(place: Path) -> None:
         repo.commit({"x": 3}, message="an umbrella ☂")
     ran = run("-C", place, "log", "--oneline", "-n", "1", PYTHONIOENCODING="latin-1")
     assert (ran.code, ran.err, ran.out.endswith("an umbrella \\u2602\n")) == (0, "", True)
+
+
+def test_a_ctrl_c_while_the_program_is_loaded_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    ran = run("log", PYTHONPATH=path)
+    assert (ran.code, ran.out, ran.err) == (130, "", "cas-ckpt: interrupted\n")
+
+
+def test_a_thousand_metrics_make_no_line_and_no_error_that_nobody_reads(tmp_path: Path) -> None:
+    metrics = {f"eval/task_{number:04}/acc": number / 7 for number in range(1000)}
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"x": 1}, metrics=metrics)
+    for words in (["log"], ["log", "--oneline"], ["log", "--graph"], ["show"], ["metrics"], ["best", "loss"]):
+        ran = call("-C", tmp_path / "repo", *words)
+        assert max(map(len, (ran.out + ran.err).splitlines())) < 1000, words
+        assert "980 more" in ran.out + ran.err, words
+    assert len(call("-C", tmp_path / "repo", "metrics", "--json").json[0]["metrics"]) == 1000
+    assert "eval/task_0999/acc" in call("-C", tmp_path / "repo", "metrics", "--name", "eval/task_0999/acc").out

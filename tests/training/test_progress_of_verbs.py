@@ -55,11 +55,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
+        self.totals: list[int | None] = []
         self.open = 0
         self.done = 0
 
     def start(self, phase: str, total_bytes: int | None) -> None:
         self.phases.append(phase)
+        self.totals.append(total_bytes)
         self.open += 1
 
     def advance(self, num_bytes: int) -> None:
@@ -377,3 +379,14 @@ def test_what_no_log_takes_goes_to_standard_error(
     told.finish()
     assert capsys.readouterr().err.startswith("hashing: 10 B of 10 B (100 %)")
     assert shown(False) is shown(None) is SILENT
+
+
+@pytest.mark.parametrize("verb", ["push", "clone", "fetch"])
+def test_copying_tells_how_much_there_is_to_copy(tmp_path: Path, verb: str) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit(a_state(1))
+        told = Recorder()
+        VERBS[verb](repo, tmp_path, told)
+    totals = [total for phase, total in zip(told.phases, told.totals, strict=True) if phase == "copying"]
+    assert None not in totals
+    assert sum(filter(None, totals)) == told.done > 0

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from cas_ckpt.arguments import did_you_mean
+from cas_ckpt.arguments import did_you_mean, some_of
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
@@ -135,7 +135,7 @@ def require_metric(handle: RepositoryHandle, name: str) -> None:
     known = handle.index.read(history.metric_names)
     if name not in known:
         similar = did_you_mean(name, known)
-        raise NotFoundError(f"no commit has a metric {name!r}{similar}: there are {', '.join(known) or 'none'}")
+        raise NotFoundError(f"no commit has a metric {name!r}{similar}: there are {some_of(known)}")
 
 
 def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:

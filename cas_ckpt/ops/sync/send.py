@@ -234,16 +234,15 @@ class _Sending:
         plan = self._plan(graph, tips, heads, generation)
         new = set(plan.commits) - self.again
         self.report = replace(self.report, num_commits=len(new), num_forgotten=len(new - plan.with_data))
-        with phase(self.options.progress, "copying", None):
-            walk = Walk(self.source, self.target, plan, near=self.near, keys=self.options.keys)
-            for batch in walk.batches():
-                if self.options.shard is not None:
-                    batch = batch.of(self.options.shard)
-                if batch.holds_commits and not self.options.dry_run:
-                    self._begin_refs(heads)
-                    if len(plan.commits) > 1:
-                        self._release(batch, tips)
-                self._copy(batch, generation)
+        walk = Walk(self.source, self.target, plan, near=self.near, keys=self.options.keys)
+        for batch in walk.batches():
+            if self.options.shard is not None:
+                batch = batch.of(self.options.shard)
+            if batch.holds_commits and not self.options.dry_run:
+                self._begin_refs(heads)
+                if len(plan.commits) > 1:
+                    self._release(batch, tips)
+            self._copy(batch, generation)
         if walk.unmatched and (self.options.again or not plan.kept or len(walk.unmatched) == len(self.options.keys)):
             _LOGGER.warning(
                 "no tensor of the commits that came matches the filter %s: their chunks are brought when they are "
@@ -419,20 +418,22 @@ class _Sending:
         extents = [extent for extent in batch.extents() if extent[0] not in self.counted]
         nodes = [node for node in batch.nodes if node.digest not in self.counted]
         units = plan_copies(extents, pack_bytes=self.target.config.pack_bytes)
+        copied = sum(unit.num_bytes for unit in units)
         packs: list[WrittenPack] = []
         if self.options.dry_run:
             self.counted.update([digest for digest, _ in extents], [node.digest for node in nodes])
         else:
-            packs = copy_extents(
-                self.source.store, self.target.store, units, relocate=self.source.relocate,
-                num_threads=self._num_threads(), memory_bytes=self.options.memory_bytes,
-                progress=self.options.progress, throttle=self.throttle, on_pack=self.session.beat,
-            )  # fmt: skip
+            with phase(self.options.progress, "copying", copied):
+                packs = copy_extents(
+                    self.source.store, self.target.store, units, relocate=self.source.relocate,
+                    num_threads=self._num_threads(), memory_bytes=self.options.memory_bytes,
+                    progress=self.options.progress, throttle=self.throttle, on_pack=self.session.beat,
+                )  # fmt: skip
             if nodes:
                 ordered, hints = self.target.hints.copies(nodes, packs)
                 packs.append(write_nodes(self.target.cached_store, ordered, hints=hints))
             self.target.add_written(packs, nodes, generation=generation)
-        num_bytes = sum(unit.num_bytes for unit in units) + sum(len(node.data) for node in nodes)
+        num_bytes = copied + sum(len(node.data) for node in nodes)
         self.report = replace(
             self.report,
             num_nodes=self.report.num_nodes + len(nodes),
