@@ -90,8 +90,15 @@ class StateDict(dict[str, Any]):
 _IN_KEYS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Wrappers by class, and the child whose name is in state dicts."""
 
-_IN_MODULES = {"FullyShardedDataParallel": "_fsdp_wrapped_module", "ActivationWrapper": "_checkpoint_wrapped_module"}
+_IN_MODULES = {
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_forward_module",  # of Lightning's Fabric
+}
 """Wrappers whose hooks leave the child's name out of state dicts already."""
+
+_HOMES = ("torch.", "lightning.", "lightning_fabric.")
+"""Packages that these classes are in."""
 
 WRAPPERS = frozenset({*_IN_KEYS.values(), *_IN_MODULES.values()})
 """What wrappers put between the dots of a name."""
@@ -141,7 +148,7 @@ class _Kind:
 
 @lru_cache(maxsize=1024)
 def _kind(of: type) -> _Kind:
-    names = [kind.__name__ for kind in of.__mro__ if kind.__module__.startswith("torch.")]
+    names = [kind.__name__ for kind in of.__mro__ if kind.__module__.startswith(_HOMES)]
     shown = next((_IN_KEYS[name] for name in names if name in _IN_KEYS), None)
     hidden = next((_IN_MODULES[name] for name in names if name in _IN_MODULES), None)
     return _Kind(shown, hidden, "FullyShardedDataParallel" in names, "FSDPModule" in names)

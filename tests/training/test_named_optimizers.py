@@ -82,6 +82,29 @@ def test_tied_parameters_are_called_by_their_first_name() -> None:
     assert "head.weight" not in state_of(tree).children
 
 
+class _FabricModule(torch.nn.Module):
+    """As Lightning's Fabric wraps modules: twice, and without a word of it in state dicts."""
+
+    __module__ = "lightning.fabric.wrappers"
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._forward_module = module
+        self._original_module = module
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self._original_module.state_dict(*args, **options)
+
+
+def test_a_module_that_fabric_wraps_is_the_same_state_as_the_plain_one() -> None:
+    model = net()
+    optim = adam(model)
+    trees = [capture_state({"model": each, "optim": optim}) for each in (model, _FabricModule(model))]
+    plain, wrapped = ([render_key(path) for path, _ in walk(tree)] for tree in trees)
+    assert plain == wrapped
+    assert "optim/state/layers.0.weight/exp_avg" in wrapped
+
+
 def test_frozen_parameters_have_a_name_and_no_state() -> None:
     def make(seed: int) -> dict[str, Any]:
         model = net(seed)
