@@ -209,8 +209,9 @@ RULES = (
     Rule("errors are typed", raises_untyped_errors, "raise RuntimeError('no')"),
     Rule("bare classes count as well", raises_untyped_errors, "raise Exception"),
     # progress.py: what `progress=True` asks for, nothing by itself.
-    Rule("only the CLI prints", prints, "print('hello')", ("cli", "progress.py")),
-    Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')", ("cli", "progress.py")),
+    Rule("only the CLI prints", prints, "print('hello')", ("cli", "__main__.py", "progress.py")),
+    Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')",
+         ("cli", "__main__.py", "progress.py")),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
          ("objects/values_encode.py", "objects/values.py", "dcp/folder/export.py",
           "training/torch_arrays.py", "training/torch_file.py")),  # for the name of its error alone
