@@ -56,6 +56,7 @@ from cas_ckpt.signing.trust import Trust
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
+from cas_ckpt.training.restore.overlaps import warn_of_overlaps
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls
@@ -115,6 +116,7 @@ def captured(state: Mapping[str, Any], request: CommitRequest, peers: Peers) -> 
         request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
     with python_gc_paused():
         tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
+        warn_of_overlaps(tree)
     numbers = numbers_of(peers) if hasattr(peers, "members") else None
     if numbers is not None:
         tree = with_tensors(tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,40 @@ def test_a_target_over_a_file_that_may_not_be_written_is_refused_before_anything
     holder = StateDict(w=tensor)
     checkout(commit({"p": StateDict(w=torch.ones(1024))}), {"p": holder})
     assert holder["w"].sum() == 1024
+
+
+def _shared_buffers() -> dict[str, Any]:
+    buffer, matrix, tied = torch.zeros(8), np.zeros((4, 4)), torch.ones(3)
+    module = torch.nn.Module()
+    for name, part in {"all": buffer, "head": buffer[:4], "middle": buffer[2:6]}.items():
+        module.register_buffer(name, part)
+    apart = {"one": matrix[:2], "two": matrix[2:], "tied": tied, "again": tied, "view": tied.view(3)}
+    even = torch.zeros(8)
+    return {"m": module, "rows": matrix[1:3], "apart": apart, "even": even[::2], "odd": even[1::2]}
+
+
+@pytest.mark.parametrize("verb", ["commit", "commit_async"])
+def test_a_commit_warns_once_of_what_a_checkout_into_the_same_state_refuses(
+    verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {verb: _shared_buffers()}
+    with Repository.init(f"memory://overlaps-{verb}") as repo, caplog.at_level(logging.WARNING, logger="cas_ckpt"):
+        getattr(repo, verb)(state)
+        getattr(repo, verb)(state)
+        repo.drain()
+        with pytest.raises(MismatchError) as refused:
+            repo.checkout(into=state)
+    warned = [record.getMessage() for record in caplog.records if "overlap in memory" in record.getMessage()]
+    keys = [f"{verb}/{name}" for name in ("apart/one", "apart/two", "m/all", "m/head", "m/middle", "rows")]
+    assert [words.partition(" overlap")[0] for words in warned] == [", ".join(keys)]
+    assert all(key in str(refused.value) for key in keys)
+    assert "tied" not in str(refused.value)
+
+
+def test_a_commit_of_many_tensors_of_which_none_overlap_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    flat = torch.zeros(64)
+    state = {"flat": list(flat.split(4)), "rng": np.arange(3), "more": [torch.zeros(2) for _ in range(9)]}
+    with Repository.init("memory://no-overlaps") as repo, caplog.at_level(logging.WARNING, logger="cas_ckpt"):
+        repo.commit(state)
+        repo.checkout(into=state)
+    assert "overlap" not in caplog.text

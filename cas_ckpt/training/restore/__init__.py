@@ -15,6 +15,7 @@ Files:
     materialize.py   new objects for stored ones
     large_pages.py   what makes the memory of new tensors quick to touch
     memory.py        which targets overlap in memory, and which may not be written
+    overlaps.py      what a commit warns of, since a checkout into the same state will refuse it
 
 Invariant: nothing is touched before everything agrees. Must not know where bytes are stored.
 """
