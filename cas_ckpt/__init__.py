@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
     from cas_ckpt.core.refs import Head
+    from cas_ckpt.core.trusted_hosts import trusted_hosts
     from cas_ckpt.errors import (
         AmbiguousIdError,
         BackgroundCommitError,
@@ -103,11 +104,13 @@ __all__ = [
     "__version__",
     "limits",
     "register_type",
+    "trusted_hosts",
 ]
 
 _MODULES = {
     "cas_ckpt.core.records": ("CommitInfo", "CommitStats", "ImportInfo", "LeftOut", "Lineage"),
     "cas_ckpt.core.refs": ("Head",),
+    "cas_ckpt.core.trusted_hosts": ("trusted_hosts",),
     "cas_ckpt.objects.limits": ("limits",),
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.retention.policy": ("Policy",),

@@ -55,6 +55,7 @@ class Settings:
         index: Where the index is, if not in the repository.
         cache: Where this host keeps what it read of remote repositories; None: where it is by itself; "": nowhere.
         trust: Whose signatures count where a verb is not told: a file of allowed signers, or a public key.
+        trusted_hosts: Hosts that get credentials though only a repository's settings name them.
         colour: Whether the terminal is to show colours.
         width: Characters in a line of the terminal; None where output goes elsewhere, and nothing is cut.
         pages: Whether long output goes through a pager.
@@ -64,6 +65,7 @@ class Settings:
     index: str | None = None
     cache: str | None = None
     trust: str | None = None
+    trusted_hosts: tuple[str, ...] = ()
     json: bool = False
     quiet: bool = False
     debug: bool = False
@@ -128,7 +130,7 @@ class Settings:
 
 
 def settings_from_environment() -> Settings:
-    """What CAS_CKPT_REPO, _INDEX, _CACHE and _TRUST, NO_COLOR, COLUMNS and PAGER say."""
+    """What CAS_CKPT_REPO, _INDEX, _CACHE, _TRUST and _TRUSTED_HOSTS, NO_COLOR, COLUMNS and PAGER say."""
     terminal = sys.stdout.isatty()
     return Settings(
         width=shutil.get_terminal_size().columns if terminal else None,
@@ -137,6 +139,7 @@ def settings_from_environment() -> Settings:
         index=os.environ.get("CAS_CKPT_INDEX") or None,
         cache=os.environ.get("CAS_CKPT_CACHE"),
         trust=os.environ.get("CAS_CKPT_TRUST") or None,
+        trusted_hosts=tuple(os.environ.get("CAS_CKPT_TRUSTED_HOSTS", "").replace(",", " ").split()),
         colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
     )
 

@@ -161,6 +161,10 @@ def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: in
     settings.repo = repo if repo is not None else settings.repo
     settings.index = index or settings.index
     ctx.with_resource(limits(max_entries=max_entries, max_refs=max_refs))
+    if settings.trusted_hosts:
+        from cas_ckpt.core.trusted_hosts import trusted_hosts
+
+        ctx.with_resource(trusted_hosts(*settings.trusted_hosts))
     if settings.cache is not None:
         from cas_ckpt.core.host_cache import cache_at
 

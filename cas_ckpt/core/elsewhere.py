@@ -137,7 +137,7 @@ class Elsewhere:
                 return ""
             place = f"remote {remote.name!r} ({without_secrets(remote.url)})"
             try:
-                self._get(self._repository(remote.place), missing, keep=keep, lend=lend)
+                self._get(self._repository(remote.place(self._handle.store)), missing, keep=keep, lend=lend)
                 said.append(f"{place} does not have it")
             except (CorruptionError, NotFoundError) as error:
                 said.append(f"{place}: {error.args[0]}")

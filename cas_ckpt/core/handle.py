@@ -39,6 +39,7 @@ from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.ref_store import RefStore
 from cas_ckpt.core.refs import Generation, Head, Ref
 from cas_ckpt.core.settings import read_settings
+from cas_ckpt.core.trusted_hosts import require_trusted
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,
@@ -174,7 +175,8 @@ class RepositoryHandle(Uncopied):
                 host.note_config(store.url, record)
         kept = None if host is None else host.repository(config.store_id, store.url)
         asks = confirmed or store.abilities.local
-        place = index_url or (configured_index(store) if asks else None) or index_place(store, kept)
+        noted = configured_index(store, read_only=read_only) if asks and not index_url else None
+        place = index_url or noted or index_place(store, kept)
         if kept is not None and place == kept.index_place:
             index = _open_cached_index(place, config.store_id)
         else:
@@ -693,8 +695,14 @@ def _open_cached_index(place: str, store_id: str) -> Index:
     return Index.open(IN_MEMORY, store_id=store_id)
 
 
-def configured_index(store: Store) -> str | None:
-    """The database that the repository's own settings name for its index; None: none, or they are damaged."""
+def configured_index(store: Store, *, read_only: bool = False) -> str | None:
+    """The database that the repository's own settings name for its index; None: none, or they are damaged.
+
+    Args:
+        read_only: Whoever asks can do without.
+    Raises:
+        PermissionDeniedError: it is at a host that these settings may not name (core/trusted_hosts.py).
+    """
     try:
         url = read_settings(store).index_url
     except (CorruptionError, UnsupportedVersionError) as error:
@@ -702,7 +710,15 @@ def configured_index(store: Store) -> str | None:
         return None
     if "://" not in url:  # a repository that somebody made does not say which files of this machine are opened
         return None
-    return postgres.from_settings(url)
+    place = postgres.from_settings(url)
+    try:
+        require_trusted(store, postgres.hosts_of(place), "the index", "name the index (index_url=)")
+    except PermissionDeniedError as error:
+        if not read_only:
+            raise
+        _LOGGER.warning("%s. It is read without that index", error)
+        return None
+    return place
 
 
 def index_place(store: Store, kept: RepositoryCache | None = None) -> str:
@@ -716,9 +732,9 @@ def index_place(store: Store, kept: RepositoryCache | None = None) -> str:
     return IN_MEMORY if kept is None else kept.index_place
 
 
-def usual_index_place(store: Store, store_id: str) -> str:
-    """The same for whoever does not open the repository."""
-    if (configured := configured_index(store)) is not None:
+def usual_index_place(store: Store, store_id: str, *, read_only: bool = False) -> str:
+    """The same for whoever does not open the repository; arguments and errors as of `configured_index`."""
+    if (configured := configured_index(store, read_only=read_only)) is not None:
         return configured
     host = None if store.abilities.local else HostCache.open()
     return index_place(store, None if host is None else host.repository(store_id, store.url))

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
+from cas_ckpt.core.trusted_hosts import SETTINGS_KEY, endpoint_of, require_trusted
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.bucket_url import SECRET
@@ -27,7 +28,6 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import refuse_half_a_url
 
 VERSION = 1
-SETTINGS_KEY = "settings"
 
 MAX_REMOTES = 100
 MAX_URL_BYTES = 2048
@@ -73,26 +73,24 @@ class Remote:
                 "a filter leaves a part of the bytes there: only of a promisor, which keeps them (promisor=True)"
             )
 
-    @property
-    def place(self) -> str:
-        """What is opened for it: `url`, with no credentials for a service that the repository alone names.
+    def place(self, store: Store) -> str:
+        """What is opened for it: `url`, with no credentials for a service that the repository in `store` alone names.
 
-        Google's tokens are good for whoever has them; what S3 is sent is signed, and good for one request to one host.
+        Google's tokens are good for whoever has them, so that none goes to another service, whoever named it. What S3
+        is sent is signed, and good for one request to one host, but shows the key id and the token of a session.
+
+        Raises:
+            PermissionDeniedError: a service that speaks S3, and the settings may be somebody else's.
         """
+        if self.url.startswith("s3://") and (host := endpoint_of(self.url)):
+            require_trusted(store, [host], f"remote {self.name!r}", "give its URL in place of its name")
         parts = urlsplit(self.url) if self.url.startswith("gs://") else None
         pairs = [] if parts is None else parse_qsl(parts.query, keep_blank_values=True)
-        hosts = [_host_of(value) for name, value in pairs if name == "endpoint"]
-        if parts is None or all(host == _GOOGLE or host.endswith(f".{_GOOGLE}") for host in hosts):
+        host = endpoint_of(self.url) if any(name == "endpoint" for name, _ in pairs) else _GOOGLE
+        if parts is None or host == _GOOGLE or host.endswith(f".{_GOOGLE}"):
             return self.url
         kept = [(name, value) for name, value in pairs if name != "anonymous"]
         return urlunsplit(parts._replace(query=urlencode([*kept, ("anonymous", "true")], safe="/:")))
-
-
-def _host_of(endpoint: str) -> str:
-    try:
-        return urlsplit(endpoint).hostname or ""
-    except ValueError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

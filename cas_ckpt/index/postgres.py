@@ -128,6 +128,16 @@ def from_settings(text: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
+def hosts_of(text: str) -> list[str]:
+    """The hosts, addresses and folders of sockets that a URL names; none: the user's environment, or libpq, does."""
+    url = parse_url(text)
+    given = [url.host or ""]
+    for name in ("host", "hostaddr"):
+        found = url.query.get(name, ())
+        given += [found] if isinstance(found, str) else found
+    return [host for one in given for each in one.split(",") if (host := each.strip())]
+
+
 _SAFE_METHODS = frozenset({"scram-sha-256", "gss", "sspi", "none"})
 """Ways to say who we are that show no password to the server."""
 

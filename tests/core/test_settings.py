@@ -166,7 +166,7 @@ def test_passwords_keys_and_tokens_of_urls_are_taken_out_of_a_text() -> None:
 )
 def test_a_token_goes_to_no_service_that_settings_alone_name(url: str, place: str) -> None:
     remote = Remote("origin", url)
-    assert unquote(remote.place) == place and remote.url == url
+    assert unquote(remote.place(MemoryStore())) == place and remote.url == url
 
 
 def test_a_remote_that_is_named_is_opened_without_a_token_for_a_stranger(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_public_names_are_these() -> None:
         "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named",
         "PendingCommit", "PerRank",
         "Policy", "RNGState", "Repository", "RetentionHook", "SigningKey", "StateDict", "Trust", "__version__",
-        "limits", "register_type",
+        "limits", "register_type", "trusted_hosts",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)

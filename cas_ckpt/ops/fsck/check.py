@@ -82,7 +82,7 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         store_id = read_config(store).store_id
     except CkptError:
         return None  # reported when the records are checked
-    place = index_url or usual_index_place(store, store_id)
+    place = index_url or usual_index_place(store, store_id, read_only=True)
     try:
         try:
             index = Index.open(place, store_id=store_id)  # for writing, for the scrub log

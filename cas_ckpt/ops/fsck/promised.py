@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import promisors
-from cas_ckpt.core.settings import Remote
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
 from cas_ckpt.index.candidates import covers
@@ -45,7 +44,7 @@ def ask_promisors(
     left, unreached = set(numbers), False
     for remote in promisors(store) if left else ():
         try:
-            left -= _there(remote, left, cache)
+            left -= _there(remote.place(store), left, cache)
         except CkptError as error:
             unreached = True
             place = f"remote {remote.name} ({without_secrets(remote.url)})"
@@ -60,9 +59,9 @@ def ask_promisors(
     )  # fmt: skip
 
 
-def _there(remote: Remote, digests: Collection[Digest], cache: str | os.PathLike[str] | None) -> set[Digest]:
-    """Those of these objects that are whole in packs of the remote."""
-    other = RepositoryHandle.open(remote.place, read_only=True, cache=cache)
+def _there(place: str, digests: Collection[Digest], cache: str | os.PathLike[str] | None) -> set[Digest]:
+    """Those of these objects that are whole in packs of the repository at `place`."""
+    other = RepositoryHandle.open(place, read_only=True, cache=cache)
     try:
         other.sync()
         located = other.index.read(contents.locate, list(digests))

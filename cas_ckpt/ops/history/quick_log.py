@@ -18,7 +18,7 @@ from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.records import CommitInfo, info_from_row
 from cas_ckpt.core.ref_store import RefStore
 from cas_ckpt.core.refs import BY_NAME, RefKind, reads_as_id
-from cas_ckpt.core.settings import SETTINGS_KEY
+from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index.log_reader import read_log
 from cas_ckpt.objects.digest import Digest

@@ -52,7 +52,8 @@ def _not_there(
     handle: RepositoryHandle, tier: Remote, commits: Collection[Digest], *, read_data: bool
 ) -> dict[Digest, str]:
     try:
-        with closing(RepositoryHandle.open(tier.place, read_only=True, cache=handle.cache_place)) as other:
+        place = tier.place(handle.store)
+        with closing(RepositoryHandle.open(place, read_only=True, cache=handle.cache_place)) as other:
             if _is_same_place(handle.store, other.store):
                 return dict.fromkeys(commits, f"{tier.name} is this repository itself")
             return _lacking(other, tier.name, commits, read_data=read_data)

@@ -280,7 +280,7 @@ def remote_named(
         raise InvalidInputError(f"{shown_value(given)} is not a remote: give a name, a URL or a path")
     named = next((remote for remote in settings.remotes if remote.name == text), None)
     if named is not None:
-        return named.name, named.place, named
+        return named.name, named.place(handle.store), named
     if given is None or (isinstance(given, str) and "/" not in text and not os.path.exists(text)):
         settings.remote(text)  # raises, and says which there are
     return None, check_url(text), None
