@@ -42,7 +42,7 @@ from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.state import render_key
 from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.training.optimizers import GROUPS, PARAMS, STATE, NamedOptimizer, OptimizerForm
-from cas_ckpt.training.torch_internals import children_of, params_of
+from cas_ckpt.training.torch_internals import children_of, loads_by_itself, params_of
 
 
 @runtime_checkable
@@ -232,6 +232,15 @@ class NamedModule:
             for name in state._metadata:
                 state._metadata[name] = told.get(found.clean_module(name), state._metadata[name])
         self._load(state)
+
+    def owners(self) -> dict[str, torch.nn.Module]:
+        """The modules whose class has a `_load_from_state_dict` of its own, by their names without wrappers."""
+        found, owners = survey(self.module), {}
+        for raw, module in self.module.named_modules(remove_duplicate=False):
+            parts = found.clean_module(raw).split(".")
+            # Of a wrapper and the module in it, which have one name, the module comes later.
+            owners[".".join(part for part in parts if part not in _IN_MODULES.values())] = module
+        return {name: module for name, module in owners.items() if loads_by_itself(module)}
 
     def _load(self, given: Any) -> None:
         """Load a state; one of the names that the module gives is what it takes, whatever torch expects besides.

@@ -2,6 +2,7 @@
 
     private                       a private function, class or constant, by its dotted name
     version_of, local_part, ...   private attributes of tensors and modules
+    takes_shapes                  what a module does that loads its tensors in its own way
     stager_class                  DCP's copier of states, with memory that we give it
     calling, variables            which function of DCP calls, and its variables: for what DCP has no hook
 
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import cache
 from importlib import import_module
 from types import FrameType
@@ -62,6 +65,8 @@ _INDICES, _VALUES = "torch.Tensor._indices", "torch.Tensor._values"
 _LOCAL_TENSOR = "torch.distributed.tensor.DTensor._local_tensor"
 _PARAMETERS, _BUFFERS = "torch.nn.Module._parameters", "torch.nn.Module._buffers"
 _MODULES = "torch.nn.Module._modules"
+_LOAD = "torch.nn.Module._load_from_state_dict"
+_LOAD_HOOKS = "torch.nn.Module._load_state_dict_pre_hooks"
 
 ATTRIBUTES: Mapping[str, str] = {
     _VERSION: "committing a tensor",
@@ -71,6 +76,8 @@ ATTRIBUTES: Mapping[str, str] = {
     _PARAMETERS: "committing or restoring a module",
     _BUFFERS: "committing a module in the background",
     _MODULES: "committing or restoring a module",
+    _LOAD: "restoring a module that changes the shapes of its tensors",
+    _LOAD_HOOKS: "restoring a module that changes the shapes of its tensors",
 }
 """Private attributes by the class that has them, and what needs them."""
 
@@ -176,6 +183,45 @@ def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]
         return module._modules
     except AttributeError as error:
         raise missing(_MODULES) from error
+
+
+def loads_by_itself(module: torch.nn.Module) -> bool:
+    """Whether the class has a way of its own to load what is in the module, without the modules in it."""
+    name = _LOAD.rpartition(".")[2]
+    return getattr(type(module), name, None) is not getattr(torch.nn.Module, name, None)
+
+
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a class raises that cannot load without values, or without the modules in it: it is not known to take them."""
+
+
+def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], version: int) -> bool:
+    """Whether a module that `loads_by_itself` takes tensors of these shapes, which may be others than its own have.
+
+    Observers of quantization resize their buffers; a later version may reshape what an earlier one saved. Tried with a
+    copy of the module whose tensors have no memory and which has no modules in it: nothing of `owner` changes.
+
+    Args:
+        shapes: Of what there is for it, by the names of its parameters and buffers.
+        version: Of the module that saved them.
+    """
+    faults: list[str] = []
+    try:
+        trial: Any = copy(owner)
+        own: dict[str, Any] = {**owner._parameters, **owner._buffers}
+        empty: dict[str, Any] = {
+            name: None if each is None else torch.empty_like(each, device="meta") for name, each in own.items()
+        }
+        state = {name: empty[name].new_empty(shape) for name, shape in shapes.items()}
+        trial.__dict__ |= {
+            "_parameters": {name: empty[name] for name in owner._parameters},
+            "_buffers": {name: empty[name] for name in owner._buffers},
+            "_modules": {}, "_load_state_dict_pre_hooks": OrderedDict(),
+        }  # fmt: skip
+        trial._load_from_state_dict(state, "", {"version": version}, False, [], [], faults)
+    except _REFUSALS:
+        return False
+    return not faults
 
 
 # ------------------------------------------------------------ DCP

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import PerRank, Repository, StateDict
+from cas_ckpt import MismatchError, PerRank, Repository, StateDict
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
@@ -199,3 +199,68 @@ def test_a_commit_that_says_nothing_of_versions_is_restored_as_it_was_before() -
 def layout_of(repo: Repository, revision: str) -> LayoutObject:
     row = commit_of(repo._handle, Digest(bytes.fromhex(repo.resolve(revision))))
     return decode_layout(repo._handle.read_node(ObjectKind.LAYOUT, Digest(row.layout or b"")))
+
+
+class Reshaping(Doubling):
+    """A module whose version 1 stored its weight as a column; refuses what is neither."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, local: Mapping[str, Any], *rest: Any) -> None:
+        if local.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"].flatten()
+        super()._load_from_state_dict(state, prefix, {"version": 2}, *rest)
+
+
+class Column(torch.nn.Module):
+    """`Reshaping` before its version 2."""
+
+    def __init__(self, rows: int = 300) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(rows, 1))
+
+
+def prepared(*, steps: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4)).train()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    model = torch.ao.quantization.prepare_qat(model)
+    for _ in range(steps):
+        model(torch.ones(2, 3))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|reduce_range)")
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel], ids=["bare", "wrapped"])
+def test_observers_of_quantization_take_the_shapes_that_a_trained_model_has(wrap: Any) -> None:
+    trained, fresh = prepared(steps=1), prepared(steps=0)
+    assert fresh[0].weight_fake_quant.scale.shape != trained[0].weight_fake_quant.scale.shape
+    with repository() as repo:
+        committed = repo.commit({"model": trained})
+        repo.checkout(into={"model": wrap(fresh)})
+        assert repo.commit({"model": fresh}).root == committed.root
+        repo.checkout(into={"model": fresh})
+
+
+def test_a_module_that_reshapes_what_an_earlier_version_saved_takes_it() -> None:
+    target = {"model": torch.nn.ModuleDict({"old": Reshaping()})}
+    with repository() as repo:
+        repo.commit({"model": torch.nn.ModuleDict({"old": Column()})})
+        repo.checkout(into=target)
+    assert target["model"]["old"].weight.sum() == 300
+
+
+@pytest.mark.parametrize(
+    ("stored", "target"),
+    [(Column(299), Reshaping()), (torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(4))],
+    ids=["another size", "BatchNorm"],
+)
+def test_a_module_that_loads_in_its_own_way_and_does_not_take_the_shape_is_refused_before_anything_is_touched(
+    stored: torch.nn.Module, target: torch.nn.Module
+) -> None:
+    other = torch.zeros(2)
+    before = {name: each.clone() for name, each in target.state_dict().items()}
+    with repository() as repo:
+        repo.commit({"model": stored, "other": torch.ones(2)})
+        with pytest.raises(MismatchError, match="give the target that shape"):
+            repo.checkout(into={"model": target, "other": other})
+    assert other.sum() == 0
+    assert all(torch.equal(each, before[name]) for name, each in target.state_dict().items())

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, is_mutable, made_like, retyped, structure_of, types_in
 from cas_ckpt.training.capture.capture import MAX_DEPTH
-from cas_ckpt.training.capture.tensors import is_array, is_sharded, wait_for_devices
+from cas_ckpt.training.capture.tensors import DTYPE_NAMES, PLAIN_TENSORS, is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
 from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names
 from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, Selection, describe, may_fill_array
@@ -86,6 +86,7 @@ from cas_ckpt.training.stateful import (
     is_stateful,
     tell_versions,
 )
+from cas_ckpt.training.torch_internals import buffers_of, params_of, takes_shapes
 
 _MAPPINGS = ("dict", "odict")
 _SEQUENCES = ("list", "tuple")
@@ -412,7 +413,8 @@ class _Walk:
             # Given back to the module itself, its metadata included.
             if not isinstance(item, Container) or item.kind == "odict":  # the order is the module's own
                 item = Container("dict", dict(children(item)))
-            build = self.mapping(state, item, path, self._module_entry)
+            entry = partial(self._module_entry, children(item), cache(adapter.owners))
+            build = self.mapping(state, item, path, entry)
         elif isinstance(state, OptimizerForm):
             planned = self._optimizer(adapter.optimizer, state, item, path)
             if planned is None:
@@ -425,10 +427,34 @@ class _Walk:
             build = self._compared(target, state, item, path, self.handed_over(state, item, path))
         self.draft.loads.append(Load(target, path, lambda: load(build())))
 
-    def _module_entry(self, value: Any, item: Item, path: Path) -> Builder:
-        if isinstance(value, torch.Tensor) and not is_lazy(value):
-            return self.draft.fill_tensor(value, item, path)
-        return self.handed_over(value, item, path)
+    def _module_entry(
+        self,
+        stored: Mapping[Any, Item],
+        owners: Callable[[], Mapping[str, torch.nn.Module]],
+        value: Any,
+        item: Item,
+        path: Path,
+    ) -> Builder:
+        """A builder for an entry of a module's state dict; `stored` is all that the commit has of it."""
+        if not isinstance(value, torch.Tensor) or is_lazy(value):
+            return self.handed_over(value, item, path)
+        if type(value) in PLAIN_TENSORS and isinstance(item, StoredTensor) and value.shape != item.spec.shape:
+            alike = item.flavor == Flavor.TORCH and item.spec.dtype == DTYPE_NAMES.get(value.dtype)
+            if alike and not value.is_meta and self._is_reshaped(stored, owners(), path):
+                return self.draft.made.builder(item, path)
+        return self.draft.fill_tensor(value, item, path)
+
+    def _is_reshaped(self, stored: Mapping[Any, Item], owners: Mapping[str, torch.nn.Module], path: Path) -> bool:
+        """Whether the module that has the tensor at `path` loads the stored one, of another shape, by itself."""
+        prefix = str(path[-1]).rpartition(".")[0]
+        owner = owners.get(prefix)
+        if owner is None:
+            return False
+        start = f"{prefix}." if prefix else ""
+        tensors = {name: stored.get(start + name) for name in (*params_of(owner), *buffers_of(owner))}
+        versions = self.draft.layout.versions.get(render_key(path[:-1]), {})
+        shapes = {name: each.spec.shape for name, each in tensors.items() if isinstance(each, StoredTensor)}
+        return takes_shapes(owner, shapes, versions.get(prefix, 1))
 
     def _optimizer(
         self, optimizer: torch.optim.Optimizer, form: OptimizerForm, item: Item, path: Path
