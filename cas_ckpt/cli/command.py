@@ -23,11 +23,13 @@ from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
 from cas_ckpt.core.pack_shards import parse_shard
-from cas_ckpt.errors import InvalidInputError, NoRepositoryError
+from cas_ckpt.errors import CkptError, InvalidInputError, NoRepositoryError
 from cas_ckpt.objects.digest import MAGIC
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from cas_ckpt.repository import Repository
 
 
@@ -186,6 +188,41 @@ ALWAYS = (0, 1, 2, 10, 12, 13, 16, 130)
 """Codes that every verb on a repository may end with."""
 
 
+class _Completed(click.types.StringParamType):
+    """A text for which the shell is offered what the repository has; nothing where that cannot be read."""
+
+    def __init__(self, found: Callable[[Repository, str, str], Iterable[str]]) -> None:
+        self._found = found
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """See `click.ParamType.shell_complete`."""
+        from click.shell_completion import CompletionItem  # of no use to verbs that run
+
+        settings = ctx.ensure_object(Settings)
+        settings.repo = ctx.find_root().params.get("repo") or settings.repo
+        given = ctx.params.get("revision") or "HEAD"
+        with suppress(CkptError, OSError), settings.open(read_only=True) as repo:
+            return [CompletionItem(each) for each in self._found(repo, incomplete, given)]
+        return []
+
+
+def _refs(repo: Repository, begun: str, _: str) -> Iterable[str]:
+    names = {*repo.branches(), *repo.tags(), *repo.remote_branches()}
+    return sorted(name for name in names if name.startswith(begun))
+
+
+def _keys(repo: Repository, begun: str, revision: str) -> Iterable[str]:
+    """Keys, and beginnings of keys up to the next slash."""
+    parts = (entry.key[: (entry.key.find("/", len(begun)) + 1) or None] for entry in repo.ls(revision))
+    return dict.fromkeys(part for part in parts if part.startswith(begun))
+
+
+COMPLETED = dict.fromkeys(("revision", "revisions", "ref", "refs"), _Completed(_refs)) | dict.fromkeys(
+    ("key", "keys", "patterns"), _Completed(_keys)
+)
+"""Name of a parameter -> the type that completes it."""
+
+
 class Verb(click.Command):
     """A command with examples and exit codes in its help, and the options that all share."""
 
@@ -195,6 +232,9 @@ class Verb(click.Command):
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
         self.exit_codes = tuple(sorted(exit_codes))
+        for param in self.params:
+            if param.name in COMPLETED:
+                param.type = COMPLETED[param.name]
         self.params.extend(shared_options())
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

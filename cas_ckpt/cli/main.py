@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(arguments: list[str]) -> int:
     settings = settings_from_environment()
     if asks_for_completion():
-        cli.main(prog_name=PROGRAM)  # click answers the shell and exits
+        cli.main(prog_name=PROGRAM, obj=settings)  # click answers the shell and exits
     if logging.lastResort is not None:  # what prints warnings where nobody has set up logging
         logging.lastResort.setFormatter(EscapedLines())
     if hasattr(sys.stdout, "reconfigure"):

@@ -272,6 +272,7 @@ _SHELL_WORDS = tuple(
         (r'repo\.repair\("(\w+)", refs=\{"(\w+)": (\w+)\}\)', r"cas-ckpt fsck --repair \1 --ref \2=\3"),
         (r'repo\.repair\("(\w+)"\)', r"cas-ckpt fsck --repair \1"),
         (r"repo\.rebuild_index\(\)", "cas-ckpt index rebuild"),
+        (r"repo\.fsck\(read_data=True\)", "cas-ckpt fsck --read-data"),
         (r"repo\.(ls|log|fsck)\((?:ref)?\)", r"cas-ckpt \1"),
         (r"repo\.holders\(ref, key\)", "cas-ckpt holders REF KEY"),
         (r"Repository\.init\(path\)", "cas-ckpt init"),

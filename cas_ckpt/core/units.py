@@ -1,7 +1,7 @@
 """Durations, moments, sizes, shares, counts and ranges as people write them: one grammar for every verb.
 
     90s  15m  2h  30d  4w  6mo  1y  1y6mo  1d 12h  2 days  now       durations: units in falling order, each once
-    2026-11-21  2026-11-21T14:30  3h  '2 days ago'                   moments: UTC unless they say another offset
+    2026-11-21  2026-11-21T14:30  3h  '2 days ago'  yesterday        moments: UTC unless they say another offset
     512  512MB  20G  1GiB  1Gi                                       sizes: K, M, G, T of 1000; Ki, Mi, ... of 1024
     5%   2/7                                                         a share of one; the second of seven parts
     20  unlimited                                                    counts
@@ -242,6 +242,7 @@ Moment: TypeAlias = str | float | datetime.datetime
 """When: ISO text or a duration back from now, seconds since the epoch, or a datetime (UTC if it is naive)."""
 
 _HOW_LONG_AGO = re.compile(r"now\Z|[0-9.]+\s*[a-z]", re.IGNORECASE)
+_DAYS_AGO = {"today": 0, "yesterday": 1}
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}\Z")
 
 
@@ -264,13 +265,17 @@ def parse_moment(given: Moment, *, end: bool = False) -> int:
             f"{shown_value(given)} is not a time: give text such as 2026-11-21, seconds since the epoch, or a datetime"
         )
     text = given.strip()
+    if text.lower() in _DAYS_AGO:
+        today = calendar_time(round(clock.now_s() * 1e6)).date()
+        text = (today - datetime.timedelta(days=_DAYS_AGO[text.lower()])).isoformat()
     try:
         moment = _micros(datetime.datetime.fromisoformat(text))
     except (ValueError, OverflowError) as error:
         if _HOW_LONG_AGO.match(text):
             return parse_duration(text.lower().removesuffix("ago")).before_us(round(clock.now_s() * 1e6))
         raise InvalidInputError(
-            f"{text!r} is not a time: write 2026-11-21, 2026-11-21T14:30 (UTC), or how long ago: 3h, 2d, '2 days ago'"
+            f"{text!r} is not a time: write 2026-11-21, 2026-11-21T14:30 (UTC), yesterday, or how long ago: 3h, 2d, "
+            "'2 days ago'"
         ) from error
     return moment + DAY_US - 1 if end and _DAY.match(text) else moment
 

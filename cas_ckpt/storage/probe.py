@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cas_ckpt.errors import ConflictError, StorageError
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.store import Store, delete_many
+from cas_ckpt.storage.store import Store
 
 PROBE_PREFIX = "probe-"
 """How the key of a probe begins; it has one part, so that no folder is left where keys are paths."""
@@ -99,7 +99,8 @@ def probe_listing(store: Store) -> None:
             store.put(key, b"")
         found = [key for key, _ in store.list(stem)]
     finally:
-        delete_many(store, keys)
+        for key in keys:
+            store.delete(key)
     if found != sorted(keys):
         raise StorageError(f"{store.url}: its listings are not whole, or not in order of names: use another store")
 

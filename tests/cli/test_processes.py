@@ -25,6 +25,7 @@ COMMANDS = [
     "push",
     "fetch",
     "pull",
+    "ls-remote origin",
     "watch --push origin --once",
     "bundle create main.bundle main -f",
     "import model.safetensors -b in",
@@ -132,3 +133,22 @@ def test_a_verb_that_only_looks_imports_nothing_heavy(line: str, started: dict[s
 def test_a_shell_can_complete_command_lines() -> None:
     ran = run(_CAS_CKPT_COMPLETE="bash_source")
     assert (ran.code, "complete" in ran.out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("log ma", ["main"]), ("show v", ["v1"]), ("read main ", ["w"]), ("log -k w", ["w"]), ("show zzz", []),
+        ("holders main w", ["w"]), ("lo", ["log"]), ("remote re", ["remove", "rename"]),
+    ],
+)  # fmt: skip
+def test_a_shell_is_offered_refs_keys_and_verbs(place: Path, line: str, offered: list[str]) -> None:
+    words = ["cas-ckpt", "-C", "repo", *line.split(" ")]
+    told = {"_CAS_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    ran = run(cwd=place, **told)
+    assert (ran.err, [item.partition(",")[2] for item in ran.out.split()]) == ("", offered)
+
+
+def test_completion_where_there_is_no_repository_offers_nothing(tmp_path: Path) -> None:
+    told = {"_CAS_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": "cas-ckpt log ma", "COMP_CWORD": "2"}
+    assert run(cwd=tmp_path, **told).out.strip() == ""

@@ -106,7 +106,7 @@ def test_the_order_is_that_of_the_log(repo: RepositoryHandle) -> None:
     assert all(a > b for a, b in pairwise(times))
 
 
-@pytest.mark.parametrize("text", ["", "2026-13-01", "3 parsecs", "yesterday", "d3", "2d3"])
+@pytest.mark.parametrize("text", ["", "2026-13-01", "3 parsecs", "tomorrow", "d3", "2d3"])
 def test_a_time_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="time|duration"):
         parse_moment(text)
@@ -137,6 +137,13 @@ def test_a_number_of_ranks_of_another_form_is_refused(given: Any) -> None:
 def test_a_step_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="step"):
         parse_steps(text)
+
+
+def test_yesterday_is_the_day_before_this_one() -> None:
+    with clock.fixed(lambda: NOON):
+        for end in (False, True):
+            assert parse_moment("yesterday", end=end) == parse_moment("2026-11-20", end=end)
+            assert parse_moment("Today", end=end) == parse_moment("2026-11-21", end=end)
 
 
 def test_a_day_is_taken_whole_at_the_end_and_from_its_beginning() -> None:
