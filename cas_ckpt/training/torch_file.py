@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.capture.tensors import HostTensor
 from cas_ckpt.training.pickles import check_calls
+from cas_ckpt.training.stateful import module_versions, tell_versions
 from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state
 
@@ -171,9 +173,10 @@ def _tree(state: Mapping[str, Any], opened: Sequence[_Opened], *, allow_pickle: 
 
 
 def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
-    """The tensors of all shards, checked against the index."""
+    """The tensors of all shards, checked against the index, with the versions of their modules."""
     model: dict[str, Any] = {}
     found: dict[str, Path] = {}
+    versions: dict[str, int] | None = None
     for part in opened:
         path, content = part.file.path, part.content
         if not isinstance(content, Mapping):
@@ -183,7 +186,13 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
                 raise InvalidInputError(f"{path}: {name!r} is in {found[name].name} too: remove one of them")
             found[name] = path
             model[name] = tensor
+        told = module_versions(content)
+        if told is not None:
+            versions = {**(versions or {}), **told}
     check_names(files.weight_map, found, files.weights[0].parent)
+    if versions is not None:
+        model = OrderedDict(model)
+        tell_versions(model, versions, model)
     return model
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +175,53 @@ def test_what_is_loaded_or_exported_has_the_versions_of_its_modules(tmp_path: Pa
             model = Doubling()
             model.load_state_dict(state[name])
             assert model.weight[0] == 2.0
+
+
+@pytest.mark.parametrize("saved", ["alone", "with arrays", "legacy", "part", "folder"])
+def test_an_imported_state_has_the_versions_of_its_modules(saved: str, tmp_path: Path) -> None:
+    state, place = torch.nn.Sequential(Old(1.0), torch.nn.BatchNorm1d(3)).state_dict(), tmp_path / "state.pt"
+    key, prefix = "model", ""
+    if saved == "alone":
+        torch.save(state, place)
+        prefix = key
+    elif saved == "with arrays":  # which torch does not load as weights
+        torch.save({"model": state, "loss": np.ones(2)}, place)
+    elif saved == "legacy":
+        torch.save({"model": state}, place, _use_new_zipfile_serialization=False)
+    else:
+        place = tmp_path / "folder"
+        place.mkdir()
+        torch.save(state, place / "pytorch_model.bin")
+        torch.save(state, place / "pytorch_model_1.bin")
+        key = "model_1" if saved == "part" else key
+    model = torch.nn.Sequential(Doubling(), torch.nn.BatchNorm1d(3))
+    with repository() as repo:
+        imported = repo.import_file(place, prefix=prefix)
+        loaded = repo.load("main", keys=key)[key]
+        repo.export("main", tmp_path / "again.pt", keys=key)
+        repo.checkout("main", into={key: model}, keys=key)
+        assert model[0].weight[0] == 2.0
+        # The content is that of a state without versions.
+        content = repo.load("main") | {key: dict(loaded)}
+        assert repo.commit(content, branch="plain").root == imported.root
+        repo.commit({key: model}, branch="new")
+        repo.checkout("new", into={key: model})
+        assert model[0].weight[0] == 2.0  # once
+    for read in (loaded, torch.load(tmp_path / "again.pt", weights_only=True)[key]):
+        assert dict(read._metadata) == dict(state._metadata)
+
+
+def test_the_shards_of_an_imported_folder_have_the_versions_of_their_modules(tmp_path: Path) -> None:
+    shards = {f"pytorch_model-0000{number}-of-00002.bin": Old(1.0).state_dict(prefix=f"{number}.") for number in (1, 2)}
+    for name, state in shards.items():
+        torch.save(state, tmp_path / name)
+    where = {key: name for name, state in shards.items() for key in state}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    model = torch.nn.ModuleDict({"1": Doubling(), "2": Doubling()})
+    with repository() as repo:
+        repo.import_file(tmp_path)
+        repo.checkout("main", into={"model": model})
+    assert [each.weight[0] for each in model.values()] == [2.0, 2.0]
 
 
 def test_what_is_loaded_commits_to_the_same_root_and_layout() -> None:
