@@ -8,7 +8,7 @@ import pytest
 
 from cas_ckpt.core.forgotten import MANY_RECORDS
 from cas_ckpt.index import usage
-from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions
 from tests.ops.retention.retention_year import FIRST_DAY, STATE_BYTES, Year, new_year, should_be_kept
 
 NODE_BYTES = 2560
@@ -31,7 +31,7 @@ def check(year: Year) -> None:
     needed = num_kept * (STATE_BYTES + NODE_BYTES) + num_made * COMMIT_BYTES
     options = GcOptions()
     assert num_kept * STATE_BYTES < sum(year.pack_sizes()) < needed / (1 - options.max_unused)
-    assert len(year.pack_sizes()) <= 2 * options.many_small + 2
+    assert len(year.pack_sizes()) <= 2 * MANY_SMALL + 2
     assert year.num_records() <= MANY_RECORDS + 1
 
 
