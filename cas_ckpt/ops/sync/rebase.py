@@ -49,6 +49,9 @@ def rebase(handle: RepositoryHandle, branch: str, ours: Digest, theirs: Digest) 
     handle.add_written(packs, ordered, generation=generation)
     update = RefUpdate(RefKind.BRANCH, branch, nodes[-1].digest, force=True, expected=ours)
     send(handle, handle, [update], SendOptions("rebase"), near=handle)
+    anew = {digest.hex(): node.digest.hex() for digest, node in zip(own, nodes, strict=True)}
+    if handle.head.commit in anew:  # the live state is that of the new commit as well: the next one follows that
+        handle.head = replace(handle.head, commit=anew[handle.head.commit])
     return MovedRef(update.key, ours.hex(), nodes[-1].digest.hex(), Moved.REBASED)
 
 

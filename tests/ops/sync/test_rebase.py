@@ -73,6 +73,13 @@ def test_our_commits_are_made_anew_on_top_of_theirs(apart: Pair) -> None:
     assert apart.here.reflog("main")[0].action == "rebase: forced"
 
 
+def test_training_goes_on_on_top_of_what_was_rebased(apart: Pair) -> None:
+    apart.here.pull(rebase=True)
+    head = apart.here.resolve("main")
+    made = apart.here.commit({"step": 3}, message="ours 3")
+    assert (made.parents, made.lineage) == ((head,), ())
+
+
 def test_a_branch_that_is_ahead_or_behind_needs_no_rebase(apart: Pair) -> None:
     apart.here.pull(rebase=True)
     head = apart.here.resolve("main")
