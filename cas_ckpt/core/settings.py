@@ -192,13 +192,18 @@ def check_url(url: object) -> str:
 def stored_url(url: str | os.PathLike[str]) -> str:
     """`url` as it is kept: a path becomes absolute, as others open the repository from other folders.
 
+    One that is no printable text, as of a name that is not UTF-8, becomes a file:// URL.
+
     Raises:
         InvalidInputError: it carries a secret, or lacks a slash.
     """
     text = os.fspath(url)
     if isinstance(text, str):
         refuse_half_a_url(text)
-    return check_url(text if not isinstance(text, str) or "://" in text else str(Path(text).expanduser().absolute()))
+    if not isinstance(text, str) or "://" in text:
+        return check_url(text)
+    path = Path(text).expanduser().absolute()
+    return check_url(str(path) if str(path).isprintable() else path.as_uri())
 
 
 def read_settings(store: Store) -> Settings:

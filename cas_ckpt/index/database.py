@@ -245,7 +245,7 @@ def database_beside(place: str | Path) -> Database:
 
 def unguarded_file(path: Path) -> Database:
     """The database in the file `path`, for whoever has seen to it that nobody has it open."""
-    engine = sqlite.open_engine(lambda: sqlite.connect(f"file:{quote(str(path))}?mode=rw"))
+    engine = sqlite.open_engine(lambda: sqlite.connect(f"file:{quote(os.fsencode(path))}?mode=rw"))
     return Database(engine, str(path), False, nullcontext(), Lock(), path=path)
 
 

@@ -10,6 +10,7 @@ store that is meant.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -68,7 +69,7 @@ def read_log(
         return None
     lock = OpenLock(path, read_only=False)
     try:
-        uri = f"file:{quote(str(path))}?mode=rw"
+        uri = f"file:{quote(os.fsencode(path))}?mode=rw"
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as connection:
             connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute("PRAGMA cell_size_check=ON")

@@ -94,7 +94,7 @@ def begin_writing(connection: Connection, wait_s: float | None = None) -> None:
 def attach(connection: Connection, path: str) -> None:
     """Let `connection` see the database in the file `path`, which must be there, under the name `OTHER`."""
     raw = cast(sqlite3.Connection, connection.connection.driver_connection)
-    raw.execute(f"ATTACH ? AS {OTHER}", (f"file:{quote(path)}?mode=rw",))
+    raw.execute(f"ATTACH ? AS {OTHER}", (f"file:{quote(os.fsencode(path))}?mode=rw",))
     for pragma in _ATTACHED_PRAGMAS:
         raw.execute(f"PRAGMA {OTHER}.{pragma}")
 
@@ -111,7 +111,7 @@ def writer(path: Path) -> sqlite3.Connection:
         ConflictError: it is a database of somebody else.
     """
     _make(path)
-    connection = connect(f"file:{quote(str(path))}?mode=rw")
+    connection = connect(f"file:{quote(os.fsencode(path))}?mode=rw")
     if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # else it is ours, or was not made just now
         refuse_foreign({name for (name,) in connection.execute(TABLES)}, str(path))
     for pragma in _WRITER_PRAGMAS:
@@ -167,7 +167,7 @@ def reader(path: Path) -> Callable[[], sqlite3.Connection]:
     """
     if not os.path.lexists(path):
         raise NotFoundError(f"index {path}: there is none; on the command line, cas-ckpt index rebuild makes it")
-    uri = f"file:{quote(str(path))}?mode=ro"
+    uri = f"file:{quote(os.fsencode(path))}?mode=ro"
     beside = [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm")]
 
     def open_one() -> sqlite3.Connection:
@@ -194,7 +194,7 @@ def _copied(path: Path) -> sqlite3.Connection:
             copy = Path(folder) / path.name
             for suffix in ("", "-wal"):
                 shutil.copyfile(path.with_name(path.name + suffix), copy.with_name(copy.name + suffix))
-            with closing(connect(f"file:{quote(str(copy))}?mode=rw")) as source:
+            with closing(connect(f"file:{quote(os.fsencode(copy))}?mode=rw")) as source:
                 source.backup(memory)
     except OSError as error:
         raise file_refused(error, f"{path}: it cannot be copied into the folder for temporary files") from error

@@ -366,8 +366,10 @@ class StateVerbs(Opened):
         from cas_ckpt.ops.commit.request import CommitRequest
         from cas_ckpt.ops.files.models import request_on
 
+        if message is None:
+            message = f"import {os.fsencode(path).decode(errors='backslashreplace')}"  # not all names are UTF-8
         request = CommitRequest(
-            branch=branch, create=create, message=f"import {path}" if message is None else message, author=author,
+            branch=branch, create=create, message=message, author=author,
             step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
             lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
             memory_bytes=memory_bytes, sign=given_key(sign),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
 from cas_ckpt.arguments import check_path
 from cas_ckpt.errors import InvalidInputError, shown_value
@@ -44,12 +44,9 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             return FileStore(Path(text).expanduser())
         except RuntimeError as error:
             raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
-    try:
-        parts = urlsplit(text)
-    except ValueError as error:
-        raise InvalidInputError(f"{without_secrets(text)!r} cannot be read as a URL: {error}") from None
+    parts = _split(text)
     if parts.scheme == "file":
-        return FileStore(_local_path(text, parts))
+        return FileStore(path_of_url(text))
     if parts.scheme == "memory":
         name = parts.netloc + parts.path
         with _lock:
@@ -95,8 +92,21 @@ def _open_gcs(text: str) -> Store:
     return open_gcs(text)
 
 
-def _local_path(text: str, parts: SplitResult) -> Path:
-    path = unquote(parts.path)
+def _split(text: str) -> SplitResult:
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        raise InvalidInputError(f"{without_secrets(text)!r} cannot be read as a URL: {error}") from None
+
+
+def path_of_url(text: str) -> Path:
+    """The path that a file:// URL names.
+
+    Raises:
+        InvalidInputError: none of this computer, or one that no path can be.
+    """
+    parts = _split(text)
+    path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # as the bytes that they are: not all names are UTF-8
     if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
         raise InvalidInputError(
             f"{without_secrets(text)}: a file URL is file:///absolute/path (with '?' and '#' as %3F and %23)"

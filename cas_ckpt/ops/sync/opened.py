@@ -19,6 +19,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import short
 from cas_ckpt.ops.sync.bundle_file import BundleStore
 from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import path_of_url
 
 
 @contextmanager
@@ -33,10 +34,11 @@ def opened(
     Raises:
         NotFoundError: the bundle continues from commits that are not there. InvalidInputError: it is to be written.
     """
-    if os.path.isfile(url):
+    path = path_of_url(url) if url.startswith("file://") else url
+    if os.path.isfile(path):
         if not read_only:
             raise InvalidInputError(f"{url} is a file, nothing is pushed into it: repo.create_bundle writes one")
-        with opened_bundle(url) as (store, source):
+        with opened_bundle(path) as (store, source):
             if taker is not None:
                 require_prerequisites(taker, store)
             yield source

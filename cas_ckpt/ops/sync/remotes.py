@@ -283,7 +283,7 @@ def remote_named(
         return named.name, named.place(handle.store), named
     if given is None or (isinstance(given, str) and "/" not in text and not os.path.exists(text)):
         settings.remote(text)  # raises, and says which there are
-    return None, check_url(text), None
+    return None, check_url(text) if text.isprintable() else stored_url(text), None
 
 
 def is_wanted(branch: str, patterns: Sequence[str]) -> bool:
