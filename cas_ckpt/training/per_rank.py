@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
-from cas_ckpt.objects.state import RANKS, WORLD_SIZE, Container, Item, TensorItem
+from cas_ckpt.objects.state import RANKS, WORLD_SIZE, Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.training.capture.tensors import tensor_item
 from cas_ckpt.training.stateful import is_stateful
 
@@ -85,6 +85,42 @@ class RNGState:
                 generator.set_state(state.cpu())
             else:
                 generator.bit_generator.state = state
+
+
+_TRAINERS = (
+    {"cpu": "torch", "numpy": "numpy", "python": "python", "cuda": "cuda"},  # Trainer of Hugging Face: rng_state.pth
+    {"torch_manual_seed": "torch", "numpy_random_seed": "numpy", "random_state": "python",
+     "torch_cuda_manual_seed": "cuda", "step": ""},  # Accelerate: random_states_0.pkl
+)  # fmt: skip
+"""What trainers call the parts of a random state -> the names of `RNGState`; "" is no part of one."""
+
+
+def rng_item(item: Item) -> Item:
+    """What is stored for a target of `RNGState`, as that commits it: of one rank, or of each.
+
+    What a trainer has saved of a rank, or of the ranks "0", "1" ... as an import keeps it, is brought into that form;
+    anything else is given back as it is.
+    """
+    if not isinstance(item, Container) or item.kind != "dict":
+        return item
+    ranks = [_of_trainer(item.children.get(str(rank))) for rank in range(len(item.children))]
+    found: dict[Name, Item] = {rank: state for rank, state in enumerate(ranks) if state is not None}
+    if found and len(found) == len(ranks):
+        return Container(RANKS, found, {WORLD_SIZE: len(found)})
+    return _of_trainer(item) or item
+
+
+def _of_trainer(item: Item | None) -> Container | None:
+    """What a trainer has saved of one rank, as `RNGState` commits it; None for everything else."""
+    names = item.children if isinstance(item, Container) and item.kind == "dict" else {}
+    for form in _TRAINERS:
+        parts: dict[Name, Item] = {form[str(name)]: child for name, child in names.items() if form.get(str(name))}
+        if names.keys() <= form.keys() and parts.keys() >= {"torch", "numpy", "python"}:
+            cuda = parts.pop("cuda", None)  # a list of all devices, which is a plain value if empty; or of one alone
+            if cuda is not None and not isinstance(cuda, ValueItem):
+                parts["cuda"] = Container("dict", cuda.children if isinstance(cuda, Container) else {0: cuda})
+            return Container("dict", parts)
+    return None
 
 
 def check_generator_names(rng: RNGState, stored: set[str], *, key: str = "RNGState") -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.training.per_rank import RNGState
+from tests.ops.files.trainer_folders import accelerate_rng, trainer_rng
 from tests.training.roundtrip import checkout, commit
 
 NUMPY_KINDS = [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]
@@ -105,6 +107,36 @@ def test_states_of_devices_that_are_not_here_are_left_out_with_a_warning() -> No
     with pytest.warns(UserWarning, match="random states of 1 CUDA devices, here are 0"):
         rng.load_state_dict(saved)
     assert draws() == expected
+
+
+@pytest.mark.parametrize("saved", [trainer_rng, accelerate_rng])
+def test_what_a_trainer_saved_of_each_rank_is_taken(saved: Callable[[], dict[str, Any]]) -> None:
+    first, expected_first = saved(), draws()
+    second, expected_second = saved() | ({"cuda": torch.arange(16)} if saved is trainer_rng else {}), draws()
+    tree = commit({"rng": {"0": first, "1": second}, "one": {"0": first}, "bare": second})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the commit holds the random states of . CUDA devices")
+        for rank, expected in enumerate((expected_first, expected_second)):
+            checkout(tree, {"rng": RNGState()}, keys="rng", rank=rank, world_size=2)
+            assert draws() == expected
+        checkout(tree, {"one": RNGState()}, keys="one")
+        assert draws() == expected_first
+        checkout(tree, {"bare": RNGState()}, keys="bare")
+        assert draws() == expected_second
+        checkout(tree, {"rng": {"1": RNGState()}}, keys="rng/~=1")
+        assert draws() == expected_second
+    before = random.getstate()
+    plan = checkout(tree, {"rng": RNGState()}, keys="rng")  # of two ranks, into one
+    assert plan.per_rank_skipped == ("rng",)
+    checkout(tree, {"rng": RNGState()}, keys="rng/~=0")  # names none of the target's parts
+    assert random.getstate() == before
+
+
+def test_a_state_of_another_form_is_refused_by_name() -> None:
+    state = trainer_rng()
+    for other in (state | {"npu": torch.zeros(3)}, {"cpu": state["cpu"]}, {"0": state, "1": 3}, {}):
+        with pytest.raises(MismatchError, match="rng"):
+            checkout(commit({"rng": other}), {"rng": RNGState()})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

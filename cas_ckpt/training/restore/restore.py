@@ -65,7 +65,7 @@ from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, is_mutable, made
 from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.tensors import DTYPE_NAMES, PLAIN_TENSORS, is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
-from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names
+from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names, rng_item
 from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, Selection, describe, may_fill_array
 from cas_ckpt.training.restore.materialize import Builder, constant, container_builder
 from cas_ckpt.training.restore.optimizers import (
@@ -388,6 +388,8 @@ class _Walk:
 
     def stateful(self, target: Stateful, item: Item, path: Path) -> None:
         """Match `target` with `item` and note how it will be loaded."""
+        if isinstance(target, RNGState) and self.draft.selection.covers(path):  # a part does not tell what it is of
+            item = rng_item(item)
         is_ranks = isinstance(item, Container) and item.kind == RANKS
         if isinstance(target, PerRank) or (isinstance(target, RNGState) and (self.world_size > 1 or is_ranks)):
             self._per_rank(target, item, path)

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import warnings
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -16,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cas_ckpt import ImportInfo, LeftOut, Repository
+from cas_ckpt import ImportInfo, LeftOut, Repository, RNGState
 from cas_ckpt.errors import InvalidInputError
 from tests.cli.running import call
-from tests.ops.files.trainer_folders import accelerate_folder, trainer_folder, trainer_rng
+from tests.ops.files.trainer_folders import accelerate_folder, accelerate_rng, trainer_folder, trainer_rng
 
 
 @pytest.fixture
@@ -63,6 +64,20 @@ def test_random_states_of_a_trainer_restore_the_generators(repo: Repository, tmp
     random.setstate(rng["2"]["python"])
     np.random.set_state(rng["2"]["numpy"])
     torch.set_rng_state(rng["2"]["cpu"])
+    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize("write", [trainer_folder, accelerate_folder])
+def test_imported_random_states_go_into_an_rng_state(repo: Repository, tmp_path: Path, write: Any) -> None:
+    write(tmp_path / "state")
+    (tmp_path / "state" / "random_states_1.pkl").unlink(missing_ok=True)
+    rank = accelerate_rng if write is accelerate_folder else trainer_rng
+    torch.save(rank() | {"cuda": []} if rank is trainer_rng else rank(), next((tmp_path / "state").glob("r*_state*")))
+    expected = random.random(), np.random.rand(), torch.rand(1)
+    imported = repo.import_file(tmp_path / "state")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the commit holds the random states of . CUDA devices")
+        repo.checkout(imported, into={"rng": RNGState()}, keys="rng")
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
 
 
