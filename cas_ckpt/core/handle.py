@@ -39,6 +39,7 @@ from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.ref_store import RefStore
 from cas_ckpt.core.refs import Generation, Head, Ref
 from cas_ckpt.core.settings import read_settings
+from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.core.trusted_hosts import require_trusted
 from cas_ckpt.errors import (
     CkptError,
@@ -181,6 +182,15 @@ class RepositoryHandle(Uncopied):
             index = _open_cached_index(place, config.store_id)
         else:
             index = _open_index(place, config.store_id, read_only)
+            try:
+                note_folder(index, store)
+            except BaseException as error:
+                index.close()
+                if not (noted and read_only and isinstance(error, ConflictError)):
+                    raise
+                _LOGGER.warning("%s. It is read without that index", error)
+                place = index_place(store, kept)
+                index = _open_index(place, config.store_id, read_only)
         made = RepositoryHandle(store, config, index, read_only=read_only, index_place=place, cache=kept)
         made.cache_place = cache
         if not confirmed:

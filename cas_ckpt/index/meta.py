@@ -19,6 +19,9 @@ GENERATION = "generation"
 MADE = "made"
 """Changes whenever all rows are replaced, so that numbers which were read before mean something else."""
 
+FOLDER = "folder"
+"""The folder, as a URL, that a shared index is of; its copies have the same store id."""
+
 VIEWS = "views"
 """The version of the views that are there, and their names."""
 

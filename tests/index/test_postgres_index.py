@@ -5,6 +5,7 @@ A server that does not start fails these tests; they are never skipped.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,6 +19,7 @@ from sqlalchemy import Connection
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.shared_index import set_shared_index
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -31,7 +33,7 @@ from cas_ckpt.index.postgres import schema_of
 from cas_ckpt.index.replacing import Change, index_beside, replace_rows
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.index.schema import VERSION_TABLE
-from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
 from cas_ckpt.ops.fsck.report import RepairRequest
@@ -159,6 +161,32 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, server_url: str, connectio
     with _opened(tmp_path / "repo", server_url) as repo:
         assert [row.id for row in log_commits(repo)] == [info.id]
         assert stored_arrays(repo, info.root).keys() == {"w"}
+
+
+def test_a_copy_of_a_folder_does_not_share_its_index(tmp_path: Path, server_url: str) -> None:
+    url = server_url.replace("postgres:@", "postgres@")  # without a password it is noted
+    with closing(init_repository(tmp_path / "one", index_url=url)) as handle:
+        info = commit(handle, {"w": numbers(8)})
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    refused = r"it is of file://\S*/one, .*/copy is a copy .* index set --clear .* index rebuild"
+    for use in (RepositoryHandle.open, check_url):
+        with pytest.raises(ConflictError, match=refused):
+            use(tmp_path / "copy")
+    with closing(RepositoryHandle.open(tmp_path / "copy", read_only=True)) as handle:
+        assert not handle.index.is_shared and [one.id for one in log_commits(handle)] == [info.id]
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    RepositoryHandle.open(tmp_path / "link").close()
+    rebuild_index(tmp_path / "copy")
+    RepositoryHandle.open(tmp_path / "copy").close()
+    with pytest.raises(ConflictError, match="/one is a copy"):
+        RepositoryHandle.open(tmp_path / "one")
+    set_shared_index(tmp_path / "copy", "")
+    rebuild_index(tmp_path / "one")
+    for place in ("one", "copy"):
+        with closing(RepositoryHandle.open(tmp_path / place)) as handle:
+            assert handle.index.is_shared == (place == "one")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    RepositoryHandle.open(tmp_path / "moved").close()
 
 
 def test_two_repositories_in_one_database_do_not_disturb_one_another(tmp_path: Path, server_url: str) -> None:

@@ -22,6 +22,7 @@ from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import LOOKS, Graph, orphan_name
+from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
@@ -98,6 +99,11 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         findings.index_problem(place, "it is the index of another repository")
         index.close()
         return None
+    try:
+        note_folder(index, store)
+    except BaseException:  # of a copy: its findings would be about the other folder
+        index.close()
+        raise
     try:  # what the check of the records asks; larger tables are read, and their damage found, with the packs
         index.read(meta.read_refs), index.made(), index.generation
     except BaseException as error:

@@ -19,6 +19,7 @@ from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.packs import data_first, is_meta, pack_batches, read_in_parts, read_pack, record_batches, small_pack
 from cas_ckpt.core.records import PART_BYTES
+from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
@@ -58,7 +59,12 @@ def rebuild_index(
     """
     store = open_store(url)
     store_id = read_config(store).store_id
-    return rebuild_at(store, store_id, index_url or usual_index_place(store, store_id), progress=progress)
+    place = index_url or usual_index_place(store, store_id)
+    report = rebuild_at(store, store_id, place, progress=progress)
+    if "://" in place:
+        with Index.open(place, store_id=store_id) as index:
+            note_folder(index, store, take=True)
+    return report
 
 
 def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = SILENT) -> RebuildReport:
@@ -71,7 +77,7 @@ def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = 
         except (CorruptionError, UnsupportedVersionError) as error:
             unusable = error
         if "://" not in place and place != IN_MEMORY:
-            own = place == usual_index_place(store, store_id)
+            own = place == usual_index_place(store, store_id, read_only=True)
             replace_file(Path(place), made, catch_up, only_sqlite=not own)
         elif isinstance(unusable, CorruptionError):
             Index.discard(place, store_id=store_id)  # of a shared database: our own tables alone
