@@ -56,7 +56,7 @@ from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node,
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import exists
-from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
+from cas_ckpt.transfer.pack_writer import WrittenPack, pack_key, write_nodes
 
 MAX_ATTEMPTS = 100
 """Times that a commit is put on top of a new head, or under a new gc generation, before the conflict is reported."""
@@ -287,6 +287,13 @@ class _Publishing:
         for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
             if parent != ref.target:
                 require_complete(self.handle, parent, self.generation)
+            elif _is_lost(self.handle, parent, ref.pack):  # training goes on: the next commit is as good as any
+                _LOGGER.warning(
+                    "commit %s, the head of branch %r, is in no pack of %s: this commit goes on top of it, and the "
+                    "history behind it cannot be read; repo.fsck() says what would bring it "
+                    "back",
+                    short(parent), self.destination.branch, self.handle.store.url,
+                )  # fmt: skip
         behind = () if left_behind is None else (LineageEdge(CONTINUED_FROM, left_behind),)
         stats = given.stats | _cost([*self.added, *self.packs], [*self.written, *self._new])
         return replace(given, parents=parents, lineage=(*given.lineage, *behind), stats=stats)
@@ -326,6 +333,18 @@ class _Publishing:
 
     def _published(self, made: Node, ref: Ref | None) -> Published:
         return Published(made, self.packs, self.written, self.generation, ref)
+
+
+def _is_lost(handle: RepositoryHandle, head: Digest, pack: bytes | None) -> bool:
+    """Whether a head is nowhere in the store; not said where remotes may have it. `pack`: its ref's hint."""
+    if all(handle.known([head])) or handle.elsewhere.remotes():
+        return False
+    if pack is not None and exists(handle.store, pack_key(pack, PackKind.META)):  # of another writer
+        return False
+    try:
+        return not handle.locate([head], here=True)
+    except (NotFoundError, CorruptionError):
+        return True
 
 
 def _new_nodes(handle: RepositoryHandle, nodes: Sequence[Node]) -> list[Node]:

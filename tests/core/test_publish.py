@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.storage.memory import MemoryStore
 from tests.builders import commit
@@ -63,3 +66,37 @@ def test_a_branch_that_somebody_else_begins_at_this_moment_is_not_moved() -> Non
         create_branch(ours, "again", start=second)
     assert store.happened == 1
     assert theirs.refs.get(RefKind.BRANCH, "again").target == Digest(bytes.fromhex(first))
+
+
+def test_a_commit_on_a_head_whose_pack_is_gone_says_so_once_and_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    write_config(store, Config(new_store_id()))
+    handle = RepositoryHandle.on_store(store, index_url=":memory:")
+    commit(handle, {"a": 1})
+    before = {key for key, _ in store.list("packs/")}
+    head = commit(handle, {"a": 2})
+    for key in {key for key, _ in store.list("packs/")} - before:
+        store.delete(key)
+    after = RepositoryHandle.on_store(store, index_url=":memory:")
+    with caplog.at_level(logging.WARNING, logger="cas_ckpt"):
+        made = [commit(after, {"a": number}) for number in (3, 4)]
+    assert made[0].parents == (head.id,)
+    said = [record.getMessage() for record in caplog.records if "is in no pack of" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(f"commit {head.id[:12]}, the head of branch 'main', ")
+    assert "repo.fsck() says what" in said[0]
+
+
+def test_a_commit_on_what_another_process_or_a_collection_has_moved_warns_of_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    write_config(store, Config(new_store_id()))
+    one, other = (RepositoryHandle.on_store(store, index_url=":memory:") for _ in range(2))
+    with caplog.at_level(logging.WARNING, logger="cas_ckpt"):
+        for number in range(3):
+            commit(one, {"a": number})
+            commit(other, {"b": number})
+        collect_garbage(one, GcOptions(min_age_s=0))
+        commit(other, {"b": 9})
+    assert "is in no pack of" not in caplog.text
