@@ -178,3 +178,17 @@ def test_a_stored_tensor_without_its_parts_does_not_fit_and_touches_nothing(chil
 def test_a_sparse_tensor_whose_indices_do_not_fit_it_is_not_committed(make: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(UnsupportedValueError, match="^x: cannot store a sparse tensor whose indices do not fit it: "):
         commit({"x": make()})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_target_with_another_number_of_values_is_refused_with_what_to_do_and_that_works() -> None:
+    stored, module = torch.eye(4).to_sparse_csr(), torch.nn.Module()
+    module.register_buffer("b", torch.zeros(4, 4).to_sparse_csr())
+    target = {"x": torch.zeros(4, 4).to_sparse_csr(), "parts": [torch.zeros(4, 4).to_sparse_csr()], "m": module}
+    tree = commit({"x": stored, "parts": [stored], "m": {"b": stored}})
+    with pytest.raises(MismatchError, match="put None in its place, .*; to a module assign what load"):
+        checkout(tree, target)
+    target |= {"x": None, "parts": [None]}
+    module.b = load(tree)["m"]["b"]
+    checkout(tree, target)
+    assert all(torch.equal(each.to_dense(), torch.eye(4)) for each in (target["x"], target["parts"][0], module.b))

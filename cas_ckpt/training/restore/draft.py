@@ -416,6 +416,14 @@ def _written_parts(plain: torch.Tensor) -> list[torch.Tensor]:
     return [*indices, plain.values()]
 
 
+_VALUES_SHAPE = "shape of values"
+
+_OTHER_VALUES = (
+    " (torch copies between sparse tensors of as many values only): in a dict or list of yours put None in its place, "
+    "which becomes a new tensor; to a module assign what load() gives"
+)
+
+
 def _composite_fault(own: Container, item: Item) -> str:
     """Why `item` cannot replace the content of a sparse or quantized tensor; empty if it can."""
     if not isinstance(item, Container) or item.kind != own.kind:
@@ -426,7 +434,8 @@ def _composite_fault(own: Container, item: Item) -> str:
         return f"the commit holds a {own.kind} tensor of which parts are missing: restore it from a copy"
     for name, value in mine.items():
         if theirs[name] != value:
-            return f"{name} of the target is {value}, in the commit it is {theirs[name]}"
+            fault = f"{name} of the target is {value}, in the commit it is {theirs[name]}"
+            return fault + (_OTHER_VALUES if name == _VALUES_SHAPE else "")
     return ""
 
 
@@ -436,4 +445,4 @@ def _composite_form(container: Container) -> dict[str, Any]:
         return {name: container.attrs.get(name) for name in ("dtype", "scheme", "shape", "axis")}
     values: Any = container.children.get("values")
     shape = values.spec.shape if container.kind != "sparse_coo" else values.spec.shape[1:]
-    return {"shape": container.attrs["shape"], "dtype": values.spec.dtype, "shape of values": shape}
+    return {"shape": container.attrs["shape"], "dtype": values.spec.dtype, _VALUES_SHAPE: shape}
