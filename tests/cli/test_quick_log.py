@@ -229,3 +229,13 @@ def test_a_plain_log_imports_nothing_heavy(tmp_path: Path) -> None:
     with Repository.open(place) as repo:
         assert head == main == repo.resolve("main") + "\n"
         assert tags.split() == ["v1", repo.resolve("v1")[:12]]
+
+
+def test_a_plain_log_begins_at_the_branch_that_is_the_default_one_now(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"x": 1})
+        repo.branch("ft")
+        repo.commit({"x": 2})
+        repo.set_default_branch("ft")
+        quick = quick_log(str(tmp_path / "repo"))
+        assert quick is not None and quick.commits[0].id == repo.resolve("ft")

@@ -19,7 +19,6 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.history.log import latest_of
-from cas_ckpt.ops.history.quick_log import quick_log
 from cas_ckpt.ops.refs import (
     create_branch,
     create_pin,
@@ -224,7 +223,7 @@ def test_a_ref_file_of_an_impossible_name_does_not_end_every_listing(
 # ---------------------------------------------------------------- the default branch
 
 
-def test_another_branch_becomes_the_default_branch(repo: RepositoryHandle, tmp_path: Path) -> None:
+def test_another_branch_becomes_the_default_branch(repo: RepositoryHandle) -> None:
     create_branch(repo, "ft", start="main~1")
     beside = RepositoryHandle.open(repo.store.url)
     set_default_branch(repo, "ft")
@@ -232,8 +231,6 @@ def test_another_branch_becomes_the_default_branch(repo: RepositoryHandle, tmp_p
     with closing(RepositoryHandle.open(repo.store.url)) as other:
         assert resolve(other, "HEAD") == resolve(repo, "main~1")
         assert replace(other.config, default_branch="main") == beside.config
-    quick = quick_log(str(tmp_path / "repo"))
-    assert quick is not None and quick.commits[0].id == resolve(repo, "ft").hex()
     for handle in (repo, beside):  # one that was open before looks again
         with pytest.raises(InvalidInputError, match="'ft' is the default branch"):
             delete_branch(handle, "ft")
