@@ -211,7 +211,7 @@ _FEW = 4
 def out_of_memory(error: MemoryError) -> TooLargeError:
     """The error to raise for a `MemoryError`, whoever raised it within a verb."""
     return TooLargeError(
-        f"there is no memory left ({error or 'the system gives none'}): this process or its container is limited "
+        f"there is no memory left ({str(error) or 'the system gives none'}): this process or its container is limited "
         "(ulimit -v, -u): raise the limit, or give fewer num_threads= or a smaller memory_bytes="
     )
 
