@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cas_ckpt import Repository, StateChangedError
-from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingError
+from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingError, TooLargeError
 from cas_ckpt.training.background import lazy, staged, step_hook
 from cas_ckpt.training.background.staged import Snapshot
 from cas_ckpt.transfer import staging
@@ -419,7 +419,7 @@ def test_a_stager_that_fails_fails_the_commit_and_holds_nobody(
     monkeypatch.setattr(lazy, "_portions", fails)
     pending = repo.commit_async(training.state, snapshot="lazy")
     training.step()
-    with pytest.raises(MemoryError):
+    with pytest.raises(TooLargeError, match="no memory left"):
         pending.result()
 
 
