@@ -65,7 +65,7 @@ def while_closed(path: Path) -> Iterator[None]:
 
 def may_write(path: Path) -> bool:
     """Whether this user may write the file; else SQLite opens it all the same, and makes files beside it."""
-    return not path.exists() or os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    return not os.path.exists(path) or os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _open_lock_file(path: Path, flags: int) -> int:

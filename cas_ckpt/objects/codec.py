@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,9 @@ class _Contexts(threading.local):
 
 _contexts = _Contexts()
 
+_NO_MEMORY = "not enough memory"
+"""zstd's words for it: its errors have no number here."""
+
 
 def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int, is_zero: bool = False) -> Encoded:
     """The extent in the form that `policy` chooses; raw unless another form saves 3 %.
@@ -103,7 +107,7 @@ def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int, is_z
     encoding = _choice(view, policy, item_bytes)
     if encoding is Encoding.RAW:
         return Encoded(Encoding.RAW, data)
-    payload = _planes(view, item_bytes) if encoding is Encoding.PLANES_ZSTD else _contexts.compressor.compress(view)
+    payload = _planes(view, item_bytes) if encoding is Encoding.PLANES_ZSTD else _compressed(view)
     small = len(payload) <= len(view) * (1 - MIN_SAVING)
     return Encoded(encoding, payload) if small else Encoded(Encoding.RAW, data)
 
@@ -146,7 +150,21 @@ def _sample(view: memoryview) -> Buffer:
 
 
 def _compressed_ratio(sample: Buffer) -> float:
-    return len(_contexts.compressor.compress(sample)) / len(sample)
+    return len(_compressed(sample)) / len(sample)
+
+
+def _compressed(data: Buffer) -> bytes:
+    return _with_memory(lambda: _contexts.compressor.compress(data))
+
+
+def _with_memory(work: Callable[[], bytes]) -> bytes:
+    """What zstd makes. Raises MemoryError where it gets no memory, which says nothing of the bytes."""
+    try:
+        return work()
+    except zstandard.ZstdError as error:
+        if _NO_MEMORY in str(error):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 def _planes(view: memoryview, item_bytes: int) -> bytes:
@@ -162,7 +180,7 @@ def _planes(view: memoryview, item_bytes: int) -> bytes:
 def _plane(plane: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, Buffer]:
     if _compressed_ratio(_sample(plane.data)) > 1 - MIN_SAVING:
         return _PLANE_RAW, plane.data
-    packed = _contexts.compressor.compress(plane.data)
+    packed = _compressed(plane.data)
     return (_PLANE_ZSTD, packed) if len(packed) < len(plane) else (_PLANE_RAW, plane.data)
 
 
@@ -206,7 +224,8 @@ def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding) -> byte
         promised = zstandard.frame_content_size(frame)
         if promised != num_bytes:
             raise _corrupt(encoding, num_bytes, f"a zstd frame for {promised} bytes where {num_bytes} belong")
-        data = _contexts.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+        decompress = _contexts.decompressor.decompress
+        data = _with_memory(lambda: decompress(frame, max_output_size=num_bytes, allow_extra_data=False))
     except zstandard.ZstdError as error:
         raise _corrupt(encoding, num_bytes, f"a broken zstd frame ({error})") from error
     if len(data) != num_bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import struct
 import threading
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.codec import MIN_SAVING, Encoded, Encoding, EncodingPolicy, decode_extent, encode_extent
+from tests.processes import PIPE, Forked
 
 AUTO, RAW, ZSTD, PLANES = EncodingPolicy.AUTO, EncodingPolicy.RAW, EncodingPolicy.ZSTD, EncodingPolicy.PLANES
 
@@ -256,3 +260,29 @@ def test_every_thread_has_contexts_of_its_own() -> None:
         thread.start()
         thread.join()
     assert len({id(context) for context in seen}) == 6
+
+
+def _with_little_memory(policy: str) -> None:
+    """Print the kinds of errors that an encoder with new zstd contexts ends in, with this and that much memory left."""
+    data = mostly_zero(1 << 20)
+    encode_extent(data, policy=ZSTD, item_bytes=1)
+    kinds, kept = set(), []
+    for room in range(0, 4 << 20, 64 << 10):
+        codec._contexts = codec._Contexts()
+        kept.append(codec._contexts)  # so that none gets the memory of the one before
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + room, resource.RLIM_INFINITY))
+        try:
+            encode_extent(data, policy=EncodingPolicy(policy), item_bytes=4)
+        except Exception as error:  # noqa: BLE001
+            kinds.add(type(error).__name__)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(*sorted(kinds), flush=True)
+
+
+@pytest.mark.parametrize("policy", ["auto", "zstd", "planes"])
+def test_an_encoder_that_gets_no_memory_raises_a_memory_error(policy: str) -> None:
+    with Forked(_with_little_memory, policy, stdout=PIPE, stderr=PIPE) as process:
+        out, err = process.communicate()
+    assert out == "MemoryError\n", err
