@@ -233,7 +233,7 @@ class Verb(click.Command):
         self.examples = tuple(examples)
         self.exit_codes = tuple(sorted(exit_codes))
         for param in self.params:
-            if param.name in COMPLETED:
+            if param.name in COMPLETED and param.type is click.STRING:
                 param.type = COMPLETED[param.name]
         self.params.extend(shared_options())
 
