@@ -32,7 +32,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.opened import opened, require_whole
 from cas_ckpt.ops.sync.rebase import rebase as rebase_branch
 from cas_ckpt.ops.sync.remotes import FETCH_HEAD, ORIGIN, add_remote, check_promisor, is_wanted, remote_named
-from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, send
+from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, hex_of, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
@@ -171,7 +171,7 @@ def _send_with_tags(
             )
         else:
             here = None if known is None else known.target
-            rejected.append(MovedRef(f"{ref.kind.value}{ref.name}", _hex(here), _hex(ref.target), Moved.REJECTED))
+            rejected.append(MovedRef(f"{ref.kind.value}{ref.name}", hex_of(here), hex_of(ref.target), Moved.REJECTED))
     report = send(other, handle, [*updates, *taken], request.options, near=handle)
     return replace(report, refs=(*report.refs, *rejected))
 
@@ -217,7 +217,7 @@ def pull(
         if how in (Moved.NEW, Moved.FORWARD):
             came = send(source, handle, [RefUpdate(RefKind.BRANCH, own, theirs)], options, near=handle)
             return replace(report if name else came, url=there, refs=(*report.refs, *came.refs))
-        moved = MovedRef(f"{RefKind.BRANCH.value}{own}", _hex(ours), _hex(ours), Moved.SAME)
+        moved = MovedRef(f"{RefKind.BRANCH.value}{own}", hex_of(ours), hex_of(ours), Moved.SAME)
         if how is Moved.REBASED and ours is not None:
             if not rebase:
                 raise ConflictError(
@@ -241,10 +241,6 @@ def _standing(handle: RepositoryHandle, source: RepositoryHandle, ours: Digest |
     if ours in graph_with(source, [theirs]).reached([theirs]):
         return Moved.FORWARD
     return Moved.SAME if theirs in read_graph(handle).reached([ours]) else Moved.REBASED
-
-
-def _hex(digest: Digest | None) -> str | None:
-    return None if digest is None else digest.hex()
 
 
 def clone(

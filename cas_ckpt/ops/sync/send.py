@@ -333,7 +333,7 @@ class _Sending:
                 f"{where} is at {_shown(old)}, {known}: put the commits here on top of it "
                 "(repo.pull(rebase=True)), push under another name, or replace it with force=True"
             )
-        self.moved[update.key] = MovedRef(update.key, _hex(old), _hex(new), how)
+        self.moved[update.key] = MovedRef(update.key, hex_of(old), hex_of(new), how)
         return how
 
     def _move(self, update: RefUpdate, graph: Graph, generation: Generation, *, brought: Collection[Digest]) -> None:
@@ -496,5 +496,6 @@ def _shown(digest: Digest | AnyHead | None) -> str:
     return short(digest) if isinstance(digest, bytes) else "no commit"
 
 
-def _hex(digest: Digest | None) -> str | None:
+def hex_of(digest: Digest | None) -> str | None:
+    """The digest in hexadecimal digits, as reports have it; None where there is none."""
     return None if digest is None else digest.hex()
