@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cas_ckpt import clock
 from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError, TooLargeError
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
     from cas_ckpt.core.host_cache import RepositoryCache
     from cas_ckpt.core.refs import Ref
+
+_Record: TypeAlias = tuple[str, tuple[Digest, ...]]
+"""The key of a record, and the commits that it names."""
 
 VERSION = 1
 PREFIX = "forgotten/"
@@ -46,12 +49,17 @@ MAX_LOOKS = 10
 
 
 def read_forgotten(store: Store) -> frozenset[Digest]:
-    """The ids of all forgotten commits.
+    """The ids of all forgotten commits, for whoever relies on the data of the others.
 
     Raises:
-        CorruptionError: a record is damaged: nothing may be collected until it is restored.
+        CorruptionError: a record is damaged.
     """
     return frozenset(digest for _, ids in _records(store) for digest in ids)
+
+
+def readable_forgotten(store: Store) -> frozenset[Digest]:
+    """The same for whoever only shows them, or keeps the others: a damaged record is passed by, with a warning."""
+    return frozenset(digest for _, ids in _readable_records(store) for digest in ids)
 
 
 def write_released(store: Store, ids: Collection[Digest]) -> list[str]:
@@ -98,25 +106,51 @@ def sweep_released(
         store.delete(key)
 
 
-def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
-    """Every record, between two listings that agree: merged ones vanish, and a listing is not of one moment."""
+def _records(store: Store) -> list[_Record]:
+    """Every record.
+
+    Raises:
+        CorruptionError: one is damaged.
+    """
+    damaged: list[CorruptionError] = []
+    found = _readable_records(store, damaged)
+    for error in damaged:
+        raise error
+    return found
+
+
+def _readable_records(store: Store, damaged: list[CorruptionError] | None = None) -> list[_Record]:
+    """Those that are intact, between two listings that agree: merged ones vanish, and a listing is not of one moment.
+
+    Args:
+        damaged: Takes what the others are; None: the log does.
+    """
     while True:
         keys = _keys(store)
+        errors: list[CorruptionError] = []
         try:
-            found = [(key, decode_forgotten(key, record)) for key, record in _read(store, keys)]
+            found = list(_read(store, keys, errors))
         except NotFoundError:
             continue
         if _keys(store) == keys:
-            return found
+            break
+    if damaged is not None:
+        damaged += errors
+    for error in errors if damaged is None else ():
+        _LOGGER.warning("%s. It is passed by: what it names counts as not forgotten, and is kept; run fsck", error)
+    return found
 
 
-def _read(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+def _read(store: Store, keys: Iterable[str], damaged: list[CorruptionError]) -> Iterator[_Record]:
     total = 0
     for key in keys:
-        record = store.get(key)
-        total += len(record) // DIGEST_BYTES
-        _require_few(store, range(total))
-        yield key, record
+        try:
+            record = store.get(key)
+            total += len(record) // DIGEST_BYTES
+            _require_few(store, range(total))
+            yield key, decode_forgotten(key, record)
+        except CorruptionError as error:
+            damaged.append(error)
 
 
 def _require_few(store: Store, ids: Sized) -> None:
@@ -145,7 +179,7 @@ def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Di
         except (NotFoundError, CorruptionError):  # merged meanwhile; or damaged, perhaps in the cache alone
             if cache is not None:
                 cache.drop(key)
-            return read_forgotten(store)
+            return readable_forgotten(store)
     return frozenset(found)
 
 
@@ -186,8 +220,11 @@ def remove_forgotten(store: Store, ids: Collection[Digest], *, author: str) -> f
 
     Raises:
         ConflictError: others write records with them all the time.
+        CorruptionError: a record is damaged: it may name them, and a copy of it would bring that back.
     """
     wanted = frozenset(ids)
+    if not wanted:
+        return wanted
     found: set[Digest] = set()
     for _ in range(MAX_LOOKS):
         records = [(key, set(those)) for key, those in _records(store) if not wanted.isdisjoint(those)]
@@ -203,13 +240,13 @@ def remove_forgotten(store: Store, ids: Collection[Digest], *, author: str) -> f
 
 
 def merge_forgotten(store: Store, *, known: Callable[[], Iterable[bytes]], author: str) -> int:
-    """Put one record in the place of many; how many were merged.
+    """Put one record in the place of many that are intact; how many were merged.
 
     Args:
         known: Tells the commits that are still there, asked after the records were read; the others need
             not be remembered.
     """
-    records = _records(store)
+    records = _readable_records(store)
     if len(records) <= MANY_RECORDS:
         return 0
     kept = set(known())
@@ -249,7 +286,7 @@ def forgotten_view(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) 
         refs: All branches, tags and pins; None: read them now, if anything was forgotten.
     """
     if handle.store.abilities.local:
-        forgotten = read_forgotten(handle.store)
+        forgotten = readable_forgotten(handle.store)
     else:
         forgotten = _seen_forgotten(handle.store, handle.cache)
     if not forgotten:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cas_ckpt.core.config import INDEX_PATH, config_record, decode_config
-from cas_ckpt.core.forgotten import read_forgotten
+from cas_ckpt.core.forgotten import readable_forgotten
 from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.records import CommitInfo, info_from_row
 from cas_ckpt.core.ref_store import RefStore
@@ -92,7 +92,7 @@ def quick_log(
         rows = read_log(place_of_index, head, store_id=config.store_id, limit=limit, first_parent=first_parent)
         if rows is None:
             return None
-        forgotten = read_forgotten(store) - targets
+        forgotten = readable_forgotten(store) - targets
         commits = [
             info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored_us) for row, restored_us in rows
         ]

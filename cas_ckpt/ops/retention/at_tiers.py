@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from fnmatch import fnmatchcase
 
-from cas_ckpt.core.forgotten import forgotten_view
+from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with, read_graph
 from cas_ckpt.core.refs import Ref, RefKind
@@ -72,7 +72,7 @@ def _lacking(other: RepositoryHandle, name: str, commits: Collection[Digest], *,
     refs = list(other.refs.list())
     heads = [ref.target for ref in refs if ref.target is not None]
     graph = graph_with(other, heads)
-    kept, forgotten = graph.reached(heads), forgotten_view(other, refs)
+    kept, forgotten = graph.reached(heads), read_forgotten(other.store).difference(heads)
     integrity = IntegrityView(other.index)
     incomplete = integrity.incomplete(integrity.referred_only() | integrity.in_parts(), UnusableParts())
     damaged = set[str]()
