@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,33 +178,37 @@ def _uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     with one generator: a deque loses its maxlen, a text becomes the repr of a generator. So the state of each parameter
     is hidden when all hooks of the user's have seen it, and is there again when the class takes it over.
     """
+    loading: list[torch.optim.Optimizer] = []  # the one itself, or the one in it to which it leaves the load
 
-    def hide(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    def hide(found: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         if not isinstance(state.get(STATE), dict) or GROUPS not in state:
             return None
         moves = {
             key: bool(group.get("capturable") or group.get("fused")) for group in state[GROUPS] for key in group[PARAMS]
         }
+        loading.append(found)
+        vars(found)["__setstate__"] = partial(_show, found)
         shown = state[STATE].items()
         return {**state, STATE: {key: _Uncast(each, moves[key]) if key in moves else each for key, each in shown}}
-
-    def show(state: dict[str, Any]) -> None:
-        for param, each in state[STATE].items():
-            if isinstance(each, _Uncast):
-                state[STATE][param] = copy(_on_device(each.state, param.device, moves_step=each.moves_step))
-        type(optimizer).__setstate__(optimizer, state)
 
     try:
         hook = optimizer.register_load_state_dict_pre_hook(hide)
     except AttributeError:  # wraps another optimizer, and never was made as one: its load is its own
         yield
         return
-    vars(optimizer)["__setstate__"] = show
     try:
         yield
     finally:
         hook.remove()
-        vars(optimizer).pop("__setstate__", None)
+        for found in loading:
+            vars(found).pop("__setstate__", None)
+
+
+def _show(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    for param, each in state[STATE].items():
+        if isinstance(each, _Uncast):
+            state[STATE][param] = copy(_on_device(each.state, param.device, moves_step=each.moves_step))
+    type(optimizer).__setstate__(optimizer, state)
 
 
 def _on_device(value: Any, device: torch.device, *, moves_step: bool, name: Any = None) -> Any:

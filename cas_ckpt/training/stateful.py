@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -278,22 +278,37 @@ def module_versions(state: Any) -> dict[str, int] | None:
     return {name: number for name, number in found.items() if type(number) is int and 0 <= number != 1}
 
 
-def tell_versions(state: Any, stored: Mapping[str, int], keys: Iterable[Any]) -> None:
+def tell_versions(state: Any, stored: Mapping[str, int], keys: Collection[Any]) -> None:
     """Say in a module's `state` which versions the modules were of that `keys` are from; the others stay as they are.
 
     Args:
         stored: Those that are not 1.
+        keys: What is restored of it. A module of whose own tensors, or of whose modules', none is restored keeps its
+            version: it would bring up to date what is of today.
     """
-    known: dict[str, int] = {}
-    for key in keys:
-        name = str(key)
-        while (end := name.rfind(".")) >= 0 and (name := name[:end]) not in known:
-            known[name] = 1
-    known = {"": 1, **known, **stored}
+    given = set(map(str, keys))
+    left = set(map(str, state)) - given
+    within = _modules_of(map(str, keys))
+    kept = (_modules_of(left).keys() - within) | ({*map(_module_of, left)} - {*map(_module_of, given)})
     told = OrderedDict(getattr(state, "_metadata", ()))
-    for name, number in known.items():
-        told[name] = {**told.get(name, {}), "version": number}
+    for name, number in {**within, **stored}.items():
+        if name not in kept:
+            told[name] = {**told.get(name, {}), "version": number}
     state._metadata = told
+
+
+def _module_of(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _modules_of(keys: Iterable[str]) -> dict[str, int]:
+    """The names of all modules that these are in, each as of version 1."""
+    found = {"": 1}
+    for key in keys:
+        name = key
+        while (name := _module_of(name)) not in found:
+            found[name] = 1
+    return found
 
 
 # ------------------------------------------------------------ FSDP1

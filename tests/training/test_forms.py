@@ -145,6 +145,25 @@ def test_a_wrapped_module_too() -> None:
             assert next(model.parameters())[0] == 2.0
 
 
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize(("keys", "doubled"), [("**", {"", "0", "1"}), ("model/0.*", {"0"}), ("model/weight", {""})])
+def test_a_module_of_which_nothing_is_restored_keeps_its_version(keys: str, doubled: set[str], version: int) -> None:
+    class Older(Doubling):
+        _version = version
+
+    def nested(kind: type[Doubling]) -> torch.nn.Module:
+        model = kind(1.0)
+        for name in ("0", "1"):
+            model.add_module(name, kind(1.0))
+        return model
+
+    model = nested(Doubling)
+    with repository() as repo:
+        repo.commit({"model": nested(Older)})
+        repo.checkout("main", into={"model": model}, keys=keys)
+    assert {name for name, each in model.named_modules() if each.weight[0] == 2.0} == doubled
+
+
 def test_ranks_say_of_their_own_modules_and_tensors_what_they_were(tmp_path: Path) -> None:
     Repository.init(tmp_path, group=None).close()
 

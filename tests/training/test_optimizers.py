@@ -211,6 +211,48 @@ def test_state_that_an_optimizers_own_load_alters_is_an_error() -> None:
     assert "optim/state/0/history/0: the commit holds float32[3], the optimizer has bfloat16[3]" in str(failed)
 
 
+class _FabricOptimizer:
+    """As Lightning's Fabric wraps optimizers: of the class of the one in it, to which loading is left."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Fabric", (self.__class__, type(optimizer)), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_an_optimizer_in_a_wrapper_of_fabric_is_restored_like_the_plain_one() -> None:
+    tree = commit({"optim": with_containers()})
+    optimizer = with_containers(used=False)
+    checkout(tree, {"optim": _FabricOptimizer(optimizer)})
+    assert commit({"optim": optimizer}) == tree
+    assert "__setstate__" not in vars(optimizer)
+
+
+def test_an_optimizer_may_add_to_a_state_that_was_empty() -> None:
+    class Adding(torch.optim.SGD):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            for each in self.state.values():
+                each.setdefault("seen", 0)
+
+    def make() -> torch.optim.Optimizer:
+        optimizer = Adding([weight := torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        optimizer.state[weight] = {}
+        return optimizer
+
+    optimizer = make()
+    checkout(commit({"optim": make()}), {"optim": optimizer})
+    assert [*optimizer.state.values()] == [{"seen": 0}]
+
+
 @pytest.mark.parametrize("sizes", [[1, 2], [4], [2], [1, 1, 1]])
 def test_other_parameter_groups_are_refused_before_anything_is_touched(sizes: list[int]) -> None:
     def make(sizes: list[int]) -> dict[str, Any]:

@@ -426,7 +426,7 @@ def _altered(given: Any, found: Any, path: Path) -> str:
     if given is found:
         return ""
     inside, own = parts_of(given), parts_of(found)
-    if inside and type(given) is type(found) and (isinstance(given, dict) or len(inside) == len(own)):
+    if type(given) is type(found) and (isinstance(given, dict) or (inside and len(inside) == len(own))):
         faults = (_altered(part, own.get(name), (*path, name)) for name, part in inside.items())
         return next(filter(None, faults), "")
     if isinstance(given, torch.Tensor) and isinstance(found, torch.Tensor):
