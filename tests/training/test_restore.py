@@ -160,6 +160,35 @@ def test_tied_targets_with_two_contents_in_the_commit_are_refused() -> None:
     assert "a and b are one tensor in the target but two different ones in the commit" in words
 
 
+def tied_model(*, tied: bool) -> torch.nn.ModuleDict:
+    """An embedding and a head, of one tensor or of two."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)})
+    if tied:
+        model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_a_tied_tensor_that_the_commit_leaves_out_is_filled_under_its_other_key() -> None:
+    source, target = tied_model(tied=True), tied_model(tied=True)
+    left_out = commit({"model": {"embed.weight": source["embed"].weight}})
+    plan = checkout(left_out, {"model": target})
+    assert plan.missing == ()
+    assert target["head"].weight is target["embed"].weight
+    assert torch.equal(target["head"].weight, source["head"].weight)
+    words = refused({"model": tied_model(tied=False)}, {"model": {"embed.weight": source["embed"].weight}})
+    assert "in the target but not in the commit (1):\n    model/head.weight" in words
+    words = refused({"model": target}, {"model": {"other.weight": torch.ones(4, 2)}})
+    assert "in the target but not in the commit (2):" in words
+
+
+def test_a_commit_of_tied_tensors_fills_a_model_that_has_two() -> None:
+    source, target = tied_model(tied=True), tied_model(tied=False)
+    checkout(commit({"model": source}), {"model": target})
+    assert target["head"].weight is not target["embed"].weight
+    assert torch.equal(target["head"].weight, source["embed"].weight)
+    assert torch.equal(target["embed"].weight, source["embed"].weight)
+
+
 def test_a_target_that_overlaps_itself_is_refused() -> None:
     for target in (torch.ones(1).expand(3), torch.arange(4.0).as_strided((2, 3), (1, 1))):
         words = refused({"x": target}, {"x": target.clone()})

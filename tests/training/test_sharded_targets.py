@@ -44,6 +44,15 @@ def checkout(committed: dict[str, Any], into: dict[str, Any], **options: Any) ->
     return plan
 
 
+def test_a_tied_dtensor_that_the_commit_leaves_out_is_filled_under_its_other_key() -> None:
+    target = divide(torch.zeros(16, 4), (8,), Shard(0))
+    plan = checkout({"embed": torch.ones(16, 4)}, {"embed": target, "head": target.detach()})
+    assert plan.missing == ()
+    assert target.to_local().sum() == 8
+    with pytest.raises(MismatchError, match="head"):
+        checkout({"embed": torch.ones(16, 4)}, {"embed": target, "head": divide(torch.zeros(16, 4), (8,), Shard(0))})
+
+
 LAYOUTS = [
     ((8,), (Shard(0),)),
     ((8,), (Shard(1),)),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
+from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueError, shown_value
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, Spec
@@ -169,6 +169,7 @@ class RestoreDraft:
         self.devices: set[torch.device] = set()
         self._read_layout = layout
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
+        self._values_of_missing: list[tuple[Path, Any]] = []
         self._written: list[Written] = []
 
     @cached_property
@@ -186,8 +187,8 @@ class RestoreDraft:
         """What the operating system does not let this process write."""
         return ReadOnlyMemory()
 
-    def note_missing(self, path: Path) -> None:
-        """The commit has nothing at `path`; only counts if it was asked for.
+    def note_missing(self, path: Path, value: Any = None) -> None:
+        """The commit has nothing at `path`, where the target has `value`; only counts if it was asked for.
 
         Raises:
             InvalidInputError: the target has a name there that no key can hold.
@@ -199,6 +200,25 @@ class RestoreDraft:
             raise InvalidInputError(f"{where} has the key {shown_value(path[-1])}: give text or integers as keys")
         if self.selection.covers(path):
             self.missing.append(path)
+            self._values_of_missing.append((path, value))
+
+    def settle_missing(self) -> None:
+        """Take what is filled under another key out of `missing`: files often leave out the second of tied tensors."""
+        filled = {path for path, value in self._values_of_missing if self._is_filled(value, path)}
+        self.missing = [path for path in self.missing if path not in filled]
+        self._values_of_missing.clear()
+
+    def _is_filled(self, value: Any, path: Path) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        try:
+            if type(value) not in PLAIN_TENSORS and is_sharded(value):
+                return sharded(value, path, supported).region in self._filled
+            plain = supported(value, path)
+        except UnsupportedValueError:  # nothing fills it
+            return False
+        is_plain = plain.layout == torch.strided and not plain.is_quantized and plain.numel() > 0
+        return is_plain and memory_of(plain) in self._filled
 
     def note_missing_names(self, names: Iterable[str], path: Path) -> set[str]:
         """Those of the parts `names` of the object at `path` that were asked for; they are noted as missing."""

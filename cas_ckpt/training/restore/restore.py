@@ -144,6 +144,7 @@ def plan_restore(
     draft = RestoreDraft(selection, layout=layout, strict=strict)
     planner = _Walk(draft, Names(state), rank, world_size)
     build = planner.mapping(state, selection.prune(tree), (), planner.in_place)
+    draft.settle_missing()
     unexpected = tuple(map(render_key, draft.unexpected))
     if world_size > 1:
         draft.unexpected.clear()
@@ -321,7 +322,7 @@ class _Walk:
         stored = item.children if isinstance(item, Container) else {}
         for name in own:
             if name not in stored:
-                self.draft.note_missing((*path, name))
+                self.draft.note_missing((*path, name), own[name])
         builders = {}
         for name, child in stored.items():
             if name in own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from cas_ckpt import ImportInfo, LeftOut, Repository, RNGState
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, MismatchError
 from tests.cli.running import call
 from tests.ops.files.trainer_folders import accelerate_folder, accelerate_rng, trainer_folder, trainer_rng
 
@@ -146,6 +147,27 @@ def test_the_adapter_of_a_trainers_checkpoint_is_its_model(repo: Repository, tmp
     assert set(repo.load(repo.import_file(folder))["model"]) == {
         "0.weight", "0.bias", "1.weight", "1.bias",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("header", [{"lm_head.weight": "embed.weight"}, {"format": "pt"}], ids=["a tie", "left out"])
+def test_a_file_of_tied_weights_goes_into_a_live_tied_model(
+    repo: Repository, tmp_path: Path, header: dict[str, str]
+) -> None:
+    weight = torch.randn(90, 30)
+    save_file({"embed.weight": weight}, tmp_path / "model.safetensors", metadata=header)
+    imported = repo.import_file(tmp_path / "model.safetensors")
+    parts = {"embed": torch.nn.Embedding(90, 30), "lm_head": torch.nn.Linear(30, 90, bias=False)}
+    untied, tied = torch.nn.ModuleDict(copy.deepcopy(parts)), torch.nn.ModuleDict(parts)
+    tied["lm_head"].weight = tied["embed"].weight
+    assert repo.checkout(imported, into={"model": tied}, keys="model").missing == ()
+    assert tied["lm_head"].weight is tied["embed"].weight
+    assert torch.equal(tied["lm_head"].weight, weight)
+    if "format" in header:
+        with pytest.raises(MismatchError, match=r"not in the commit \(1\):\n +model/lm_head.weight"):
+            repo.checkout(imported, into={"model": untied}, keys="model")
+    else:
+        repo.checkout(imported, into={"model": untied}, keys="model")
+        assert torch.equal(untied["lm_head"].weight, weight)
 
 
 def test_a_prefix_is_where_everything_goes(repo: Repository, tmp_path: Path) -> None:
