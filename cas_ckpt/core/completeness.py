@@ -53,7 +53,7 @@ def require_complete(
         if generation.number == 0 and not handle.elsewhere.remotes():
             return  # no garbage collection ever began, and all that is named came here
         _require_known(handle, target, _needed(handle, [target]))
-    likely = [*likely, (RefKind.BRANCH, handle.config.default_branch)]
+    likely = [*likely, (RefKind.BRANCH, handle.default_branch)]
     if any(_keeps_near(handle, *ref, target, generation) for ref in likely):
         return
     behind = list(_history_of_its_own(handle, target, generation))

@@ -26,7 +26,7 @@ from cas_ckpt.core.config import (
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
-from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.ref_store import DEFAULT_CHANGED_KEY, name_record, swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, Generation, Head, check_new_name
 from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, PermissionDeniedError, StorageError
@@ -219,7 +219,10 @@ def change_default_branch(handle: RepositoryHandle, name: str) -> None:
     """
     record = config_record(handle.store)
     config = replace(decode_config(record), default_branch=name)
+    with suppress(ConflictError):  # it was changed before
+        # First, so that no host that remembers the config goes on with it.
+        handle.store.put_if_absent(DEFAULT_CHANGED_KEY, name_record(DEFAULT_CHANGED_KEY))
     swap_record(handle.store, CONFIG_KEY, record, encode_config(config))
-    if handle.head == Head(handle.config.default_branch):  # it has followed no state yet
+    if handle.head == Head(handle.default_branch):  # it has followed no state yet
         handle.head = Head(name)
     handle.config = config

@@ -98,7 +98,6 @@ class RepositoryHandle(Uncopied):
         hints: What the next commit says beside its nodes.
         preview: What hints say of commits that the index does not know yet; asked before the first `sync`.
         elsewhere: Brings what is lost or damaged here from remotes.
-        head: Where the live state came from that is committed through this handle.
         trust: Whose signature every commit needs that is read through this handle; None: see core/signed_branches.py.
         progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index, and
             what is brought from remotes.
@@ -109,6 +108,8 @@ class RepositoryHandle(Uncopied):
         cache: RepositoryCache | None = None,
     ) -> None:  # fmt: skip
         self._unconfirmed: HostCache | None = None
+        self._config_from: HostCache | None = None
+        self._head: Head | None = None
         adapt_store(store, config)
         self.store = store
         self.config = config
@@ -122,7 +123,6 @@ class RepositoryHandle(Uncopied):
         self.hints = HintsWriter(self)
         self.preview = Preview(self)
         self.elsewhere = Elsewhere(self)
-        self.head = Head(config.default_branch)
         self.progress: Progress = SILENT
         self.trust: Trust | None = None
         self._lock = threading.RLock()
@@ -194,7 +194,7 @@ class RepositoryHandle(Uncopied):
         made = RepositoryHandle(store, config, index, read_only=read_only, index_place=place, cache=kept)
         made.cache_place = cache
         if not confirmed:
-            made._unconfirmed = host
+            made._unconfirmed = made._config_from = host
         return made
 
     # --- the repository is the one that the cache knows ---------------------------------
@@ -220,6 +220,9 @@ class RepositoryHandle(Uncopied):
         if host is None or proven:
             self._unconfirmed = None
             return
+        self._look_at_config(host)
+
+    def _look_at_config(self, host: HostCache) -> None:
         url = self.store.url
         try:
             record = config_record(self.store)
@@ -230,11 +233,40 @@ class RepositoryHandle(Uncopied):
         host.note_config(url, record)
         if found.store_id != self.config.store_id:
             raise ConflictError(f"{url} holds another repository than when this host last looked: open it again")
-        self._unconfirmed = None
+        self.config = found
+        self._unconfirmed = self._config_from = None
+
+    @property
+    def believes_config(self) -> bool:
+        """Whether the config is what the cache knows, and a listing of refs has to say if that still holds."""
+        return self._config_from is not None
+
+    @property
+    def default_branch(self) -> str:
+        """The default branch as the store had it since this handle was opened.
+
+        Refs prove that the repository is the one that the cache knows (`_confirm`), and only a listing of them that its
+        default branch is, too.
+        """
+        host = self._config_from
+        if host is not None:
+            if self.refs.default_may_have_changed() and self._config_from is not None:
+                self._look_at_config(host)
+            self._config_from = None
+        return self.config.default_branch
+
+    @property
+    def head(self) -> Head:
+        """Where the live state came from that is committed through this handle; first, the default branch."""
+        return Head(self.default_branch) if self._head is None else self._head
+
+    @head.setter
+    def head(self, head: Head) -> None:
+        self._head = head
 
     def close(self) -> None:
         """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
-        self._unconfirmed = None
+        self._unconfirmed = self._config_from = None
         self.elsewhere.close()
         self.index.close()
         self.store.close()

@@ -52,6 +52,10 @@ _T = TypeVar("_T")
 NAMES_PREFIX = "names/"
 """A record for each ref that ever named something, outside of `refs/`: it shows when the ref itself is lost."""
 
+DEFAULT_CHANGED_KEY = REFS + "default-changed"
+"""There once the default branch was changed, and seen in every listing of refs: a config that a host remembers is not
+to be believed then."""
+
 REF_BYTES = 16 * 1024
 """Of a record, on average over a listing, for each of the refs that there may be (`cas_ckpt.limits(max_refs=)`): twice
 what one with a full log takes, and long names and a note in it."""
@@ -217,6 +221,10 @@ class RefStore:
         if look is not None:
             look.update(found)
         return found
+
+    def default_may_have_changed(self) -> bool:
+        """Whether the default branch may be another one than at init; for all that is known where nothing is listed."""
+        return not self._lists_versions or DEFAULT_CHANGED_KEY in self._versions()
 
     def _looked(self, versions: Mapping[str, str], named: Sequence[tuple[RefKind, str, str]]) -> Iterator[Ref]:
         """These refs, in their order; no more records are in memory than those that are remembered, and some."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeAlias
 
 from cas_ckpt.arguments import did_you_mean
@@ -135,9 +136,10 @@ def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, Ref | None]:
     if step is not None:
         return _at_step(handle, step["of"] or HEAD_NAMES[0], int(step["step"])), None
     if name in HEAD_NAMES:
-        head = handle.head
-        if head.branch is not None:
-            return _required(handle, head.branch, named_ref(handle, RefKind.BRANCH.value + head.branch))
+        with handle.refs.one_look() if handle.believes_config else nullcontext():
+            head = handle.head
+            if head.branch is not None:
+                return _required(handle, head.branch, named_ref(handle, RefKind.BRANCH.value + head.branch))
         if head.commit is None:
             raise InvalidInputError("HEAD is not known since a checkout was broken off: name a branch, a tag or an id")
         return Digest(bytes.fromhex(head.commit)), None
@@ -151,7 +153,7 @@ def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, Ref | None]:
 
 def current_branch(handle: RepositoryHandle) -> str:
     """The branch that was checked out, else the default branch."""
-    return handle.config.default_branch if handle.head.branch is None else handle.head.branch
+    return handle.default_branch if handle.head.branch is None else handle.head.branch
 
 
 def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
@@ -160,7 +162,7 @@ def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
     if found is None:
         raise NotFoundError(
             f"{_shown(revision)} leads to no commit of step {step}: name the branch that does, "
-            f"as in {handle.config.default_branch}@step:{step}"
+            f"as in {handle.default_branch}@step:{step}"
         )
     return Digest(found.digest)
 

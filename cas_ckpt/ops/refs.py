@@ -192,15 +192,9 @@ def set_default_branch(handle: RepositoryHandle, name: str) -> Digest:
     """Let a branch that is there be the default branch; the commit that it names.
 
     Raises:
-        NotFoundError: no such branch. InvalidInputError: the repository is not on a local disk: other hosts remember
-            its config, and would go on with the branch that they know.
+        NotFoundError: no such branch. ConflictError: somebody changed the config at this moment.
     """
     handle.require_writable()
-    if not handle.store.abilities.local:
-        raise InvalidInputError(
-            f"{handle.store.url} is not on a local disk, and its default branch stays, as hosts remember it: name the "
-            "branch where it is meant, or push to a new repository that has it as its default branch from the beginning"
-        )
     target = branch_target(handle, check_new_name(name))
     if target is None:
         similar = did_you_mean(name, (ref.name for ref in handle.refs.list(RefKind.BRANCH)))

@@ -35,7 +35,7 @@ class NameVerbs(Opened):
         return named(self._handle, RefKind.BRANCH)
 
     def set_default_branch(self, name: str) -> str:
-        """Let a branch that is there be the default branch; the id that it names. Of a repository on a local disk.
+        """Let a branch that is there be the default branch; the id that it names.
 
         An object that has neither checked out nor committed anything is on it then.
 

@@ -279,7 +279,7 @@ class Repository(
     @property
     def default_branch(self) -> str:
         """The branch that a fresh object is on."""
-        return self._handle.config.default_branch
+        return self._handle.default_branch
 
     @contextmanager
     def one_look(self) -> Iterator[Repository]:

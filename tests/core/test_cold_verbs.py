@@ -146,12 +146,12 @@ def test_a_host_whose_index_is_behind_answers_the_same(
 
 
 WARM = {"log": 2, "ls": 1, "entry": 1, "diff": 2, "read": 1, "resolve": 1, "find": 3, "branches": 1}
-"""Requests of a second process."""
+"""Requests of a process on a host that looked before."""
 
 
 @pytest.mark.parametrize("verb", WARM)
 def test_a_second_look_takes_few_requests(bucket: MemoryStore, verb: str, tmp_path: Path) -> None:
-    for _ in range(2):
+    for _ in range(3 if verb == "log" else 2):  # HEAD: the second lists refs, whose versions it does not know yet
         store = RemoteStore(bucket)
         with Repository(RepositoryHandle.on_store(store, cache=tmp_path, lazy=True), group=None) as repo:
             VERBS[verb](repo)

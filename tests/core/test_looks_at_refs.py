@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, NoRepositoryError, NotFoundError
-from cas_ckpt.ops.refs import create_branch, create_tag
+from cas_ckpt.ops.refs import create_branch, create_tag, set_default_branch
 from cas_ckpt.repository import Repository
 from cas_ckpt.storage.memory import MemoryStore
 from tests.committing import commit
@@ -153,6 +153,22 @@ def test_another_repository_at_the_same_url_is_noticed_before_anything_is_answer
         with closing(RepositoryHandle.on_store(RemoteStore(anew), cache=place, lazy=True)) as handle:
             look(handle)
             assert len(list(handle.refs.list())) == 1
+
+
+def test_a_host_that_remembers_the_config_sees_that_another_branch_became_the_default_branch(
+    warm: RepositoryHandle, bucket: MemoryStore, place: Path
+) -> None:
+    with closing(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as other:
+        made = commit(other, {"w": np.ones(5, np.float32)}, branch="b7")
+        list(warm.refs.list())  # remembered as well: only the default branch is another one from now on
+        set_default_branch(other, "b7")
+    store = RemoteStore(bucket)
+    for _ in range(2):  # never believed, for it may change again
+        with closing(RepositoryHandle.on_store(store, cache=place, lazy=True)) as handle:
+            assert len(list(handle.refs.list())) == 22  # which proves the repository, and not its config
+            store.reset()
+            assert (resolve(handle, "HEAD").hex(), handle.head) == (made.id, Head("b7"))
+            assert store.asked == {"get": 1, "list_versions": 1}
 
 
 def test_a_record_in_the_cache_that_is_damaged_is_read_again(

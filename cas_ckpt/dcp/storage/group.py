@@ -262,7 +262,7 @@ def branch_turn(handle: RepositoryHandle, branch: str | None) -> Turn:
     Args:
         branch: As the writer was given it; None: the one that is checked out, else the default branch.
     """
-    name = branch or handle.head.branch or handle.config.default_branch
+    name = branch or handle.head.branch or handle.default_branch
     with _making:
         return _branches.setdefault((handle.config.store_id, handle.store.url, name), Turn())
 

@@ -413,7 +413,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     key = None if request.sign is None else request.sign.public_key
     head = request.head
     if head is None:
-        branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
+        branch = check_name(handle.default_branch if request.branch is None else request.branch)
         ref = branch_ref(handle, branch)
         require_signer(handle, ref, branch, key)
         if request.on_conflict == OnConflict.RETRY:
@@ -455,8 +455,8 @@ def _no_branch(handle: RepositoryHandle, head: Head) -> InvalidInputError:
     return InvalidInputError(
         f"this state came from commit {start}, which was checked out by itself and not as a branch: commit it to a "
         f'new branch that begins there (branch="NAME"), or move a branch back and commit to that '
-        f'(repo.branch("{handle.config.default_branch}", start="{start}", force=True), then '
-        f'branch="{handle.config.default_branch}")'
+        f'(repo.branch("{handle.default_branch}", start="{start}", force=True), then '
+        f'branch="{handle.default_branch}")'
     )
 
 

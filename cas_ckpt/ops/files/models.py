@@ -308,7 +308,7 @@ def request_on(handle: RepositoryHandle, request: CommitRequest, onto: Revision 
             text = revision_text(onto)
             raise InvalidInputError(f'{text!r} is not a branch: name the one that is to begin there (branch="NAME")')
         return replace(request, head=Head(named if request.branch in (None, named) else None, digest.hex()))
-    branch = request.branch or handle.config.default_branch
+    branch = request.branch or handle.default_branch
     if request.branch is None and branch_target(handle, branch) is not None:
         raise InvalidInputError(
             f"branch {branch!r} has commits already, and nothing says that this file follows them: put it on top of "

@@ -14,7 +14,7 @@ from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
 from cas_ckpt.core.live import known_commits
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
 from cas_ckpt.core.push_failures import TIERS_KEY
-from cas_ckpt.core.ref_store import NAMES_PREFIX, RefStore, name_key
+from cas_ckpt.core.ref_store import DEFAULT_CHANGED_KEY, NAMES_PREFIX, RefStore, name_key
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.signed_branches import SIGNERS_KEY
 from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
@@ -234,7 +234,7 @@ def _check_others(store: Store, findings: Findings) -> None:
     for key, size in store.list(""):
         if key.startswith(ASIDE_PREFIX):
             aside += 1
-        elif key not in (CONFIG_KEY, GC_STATE_KEY) and not key.startswith(known):
+        elif key not in (CONFIG_KEY, GC_STATE_KEY, DEFAULT_CHANGED_KEY) and not key.startswith(known):
             _check_other(store, findings, key, size)
     if aside:
         findings.note(ASIDE_PREFIX, f"{aside} damaged files that repair set aside: delete them once all is well")

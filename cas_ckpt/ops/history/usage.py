@@ -375,7 +375,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
     named = {
         kind: {ref.name: ref.target for ref in refs if ref.kind is kind and ref.target is not None} for kind in RefKind
     }
-    default = handle.config.default_branch
+    default = handle.default_branch
     target = named[RefKind.BRANCH].get(default)
     state = read_gc_state(handle.store)
     left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)

@@ -83,7 +83,7 @@ def create_bundle(
     needed = [Digest(parent) for parent in graph.parents(carried) if parent not in carried]
     writer = BundleWriter(place)
     try:
-        config = Config(new_store_id(), handle.config.default_branch, handle.config.encoding, handle.config.pack_bytes)
+        config = Config(new_store_id(), handle.default_branch, handle.config.encoding, handle.config.pack_bytes)
         write_config(writer, config)
         options = SendOptions("bundle", num_threads=1, progress=progress, assumed=assumed)
         with closing(handle_on(writer, config)) as target:

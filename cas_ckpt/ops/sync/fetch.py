@@ -111,7 +111,7 @@ def _fetch_head(handle: RepositoryHandle, url: str, request: FetchRequest) -> Sy
             'give it a name (repo.add_remote("NAME", URL))'
         )
     with opened(url, read_only=True, cache=handle.cache_place, taker=handle) as other:
-        branch = next(iter(request.branches), other.config.default_branch)
+        branch = next(iter(request.branches), other.default_branch)
         theirs = _branch_there(other, branch)
         updates = [RefUpdate(RefKind.REMOTE, FETCH_HEAD, theirs, force=True)]
         report = _send_with_tags(handle, other, updates, list(other.refs.list(RefKind.TAG)), [theirs], request)
@@ -287,7 +287,7 @@ def _branch_that_begins(other: RepositoryHandle, request: FetchRequest, given: s
     wanted = [name for name in there if is_wanted(name, request.branches)]
     if request.branches and not wanted:
         raise NotFoundError(f"no branch at {other.store.url} matches {', '.join(map(repr, request.branches))}")
-    default = other.config.default_branch
+    default = other.default_branch
     if given is not None or default in there or not wanted:
         return given or default
     if len(wanted) > 1:
@@ -313,7 +313,7 @@ def _begun(
             pass  # something else is there: what init said is raised
         else:
             if _is_half_a_clone(made, origin):
-                if made.config.default_branch != config.default_branch:
+                if made.default_branch != config.default_branch:
                     change_default_branch(made, config.default_branch)
                 return made
             made.close()

@@ -193,7 +193,7 @@ def _there(other: RepositoryHandle, kind: RefKind, name: str) -> Ref | None:
 
 
 def _check_deletions(updates: Sequence[RefUpdate], other: RepositoryHandle) -> None:
-    default = other.config.default_branch
+    default = other.default_branch
     if any(update.target is None and update.kind is RefKind.BRANCH and update.name == default for update in updates):
         raise InvalidInputError(f"{default!r} is the default branch of {other.store.url} and stays")
 

@@ -263,7 +263,7 @@ class CommitWorker:
             made, branch = heard
             handle.head = Head(branch, made.id)
         else:
-            branch = request.branch or handle.head.branch or handle.config.default_branch
+            branch = request.branch or handle.head.branch or handle.default_branch
             digest, data = self._published(asked, branch, ended)
             made = info_from_row(commit_row(digest, data))
             handle.head = Head(branch, made.id)
