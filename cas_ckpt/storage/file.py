@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Self
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import NotFoundError, StorageError
+from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from cas_ckpt.memory import new_buffer
 from cas_ckpt.storage.disk import (
     Descriptor,
@@ -403,6 +403,10 @@ class FileStore(Uncopied):
             try:
                 self._temporaries.publish(temporary, self.root / key)
             except FileExistsError as error:
+                if is_no_file(self.root / key):
+                    raise CorruptionError(
+                        f"{key}: {IN_ITS_PLACE}: run repo.fsck(), and the repair that it prints"
+                    ) from error
                 raise already_there(key) from error
 
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
@@ -516,7 +520,7 @@ class FileStore(Uncopied):
             if not entry.name.startswith(stem) or (not folder and entry.name == RESERVED_PART):
                 continue
             key = folder + entry.name
-            if entry.is_dir():
+            if _is_folder(entry):
                 yield from self._walk(key + "/", "")
                 continue
             try:
@@ -527,6 +531,9 @@ class FileStore(Uncopied):
                 raise translated(error, "listing", key) from error
             if stat.S_ISREG(status.st_mode):
                 yield key, status.st_size
+
+
+IN_ITS_PLACE = "a folder or a link is in its place"
 
 
 def is_no_file(path: Path, *, links: bool = False) -> bool:
@@ -560,7 +567,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             named = [entry for entry in found if _NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(named, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
+    return sorted(named, key=lambda entry: entry.name + "/" if _is_folder(entry) else entry.name)
 
 
 def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> bytes:
@@ -572,3 +579,13 @@ def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> b
             raise too_short(key, offset, length, offset + done)
         done += len(parts[-1])
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one, or a link to one; a link that leads to itself leads nowhere, like one to what is not there."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise

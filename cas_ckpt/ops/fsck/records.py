@@ -24,10 +24,14 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import DIGEST_BYTES, MAGIC, Digest, object_id, unpack_canonical, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.storage.file import IN_ITS_PLACE, FileStore, is_no_file
 from cas_ckpt.storage.store import Store, exists, few_keys
 
 ASIDE_PREFIX = "damaged/"
 """Where repair moves what is damaged, under its former key."""
+
+ROOT_RECORDS = (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY, TIERS_KEY)
+"""What the root holds beside the config: none has to be there."""
 
 _INDEX_PREFIX = "index/"
 _REF_SUFFIX = ".ref"
@@ -230,6 +234,9 @@ def _check_others(store: Store, findings: Findings) -> None:
     """Every other key: a sealed record is checked, anything else is noted."""
     named = (forgotten.PREFIX, forgotten.RELEASED_PREFIX, NAMES_PREFIX)
     known = (PACK_PREFIX, *named, protocol.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
+    for key in ROOT_RECORDS:
+        if isinstance(store, FileStore) and is_no_file(store.root / key):
+            findings.problem(ProblemKind.RECORD, key, IN_ITS_PLACE, effect=Effect.HARMLESS, repair=RepairKind.RECORDS)
     aside = 0
     for key, size in store.list(""):
         if key.startswith(ASIDE_PREFIX):
@@ -254,7 +261,7 @@ def _check_other(store: Store, findings: Findings, key: str, size: int) -> None:
 
 def should_be_sealed(key: str, record: bytes) -> bool:
     """Whether `key`, which is none of those with checks of their own, is that of a sealed record, damaged or not."""
-    return "/" not in key and (record.startswith(MAGIC) or key in (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY, TIERS_KEY))
+    return "/" not in key and (record.startswith(MAGIC) or key in ROOT_RECORDS)
 
 
 def is_sealed(key: str, record: bytes) -> bool:

@@ -51,6 +51,7 @@ from cas_ckpt.ops.fsck.check import open_index
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, rebuild_index, refill_index
 from cas_ckpt.ops.fsck.records import (
     ASIDE_PREFIX,
+    ROOT_RECORDS,
     check_lost_refs,
     check_records,
     is_sealed,
@@ -143,7 +144,8 @@ def _repair_all_but_index(
             _make_room(store, RepairKind.STATE, [GC_STATE_KEY], log)
             _repair_gc_state(store, index, log)
         if RepairKind.RECORDS in kinds:
-            _repair_records(store, sources, log)
+            moved = _make_room(store, RepairKind.RECORDS, ROOT_RECORDS, log)
+            _repair_records(store, sources, moved, log)
         if kinds & {RepairKind.PACKS, RepairKind.CHUNKS}:
             records = check_lost_refs(store, index, check_records(store, Findings(store)), Findings(store))
             if records.config is None:
@@ -162,12 +164,14 @@ def _repair_all_but_index(
 # --- what is in the place of a file ---------------------------------------------------------
 
 
-def _make_room(store: Store, kind: RepairKind, keys: Iterable[str], log: RepairLog) -> None:
-    """Move folders and links away that are where the records `keys` belong: no record can be written there."""
-    if isinstance(store, FileStore):
-        for key in keys:
-            if is_no_file(store.root / key):
-                _move_aside(store, kind, store.root / key, key, log)
+def _make_room(store: Store, kind: RepairKind, keys: Iterable[str], log: RepairLog) -> list[str]:
+    """Move folders and links away that are where the records `keys` belong: none can be written there; their keys."""
+    if not isinstance(store, FileStore):
+        return []
+    taken = [key for key in keys if is_no_file(store.root / key)]
+    for key in taken:
+        _move_aside(store, kind, store.root / key, key, log)
+    return taken
 
 
 def _make_room_for_index(store: Store, index_url: str | None, log: RepairLog) -> None:
@@ -256,18 +260,26 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
 # --- forgotten commits, policy ------------------------------------------------------------
 
 
-def _repair_records(store: Store, sources: Sequence[RepositoryHandle], log: RepairLog) -> None:
-    """Put back damaged records of forgotten commits, and the policy, from another copy of this repository."""
-    for key in [key for key, _ in store.list("")]:
+def _repair_records(store: Store, sources: Sequence[RepositoryHandle], moved: Collection[str], log: RepairLog) -> None:
+    """Put back damaged records of forgotten commits, and the policy, from another copy of this repository.
+
+    Args:
+        moved: Keys of records in whose place was something else, and nothing is now.
+    """
+    for key in [*moved, *(key for key, _ in store.list(""))]:
         is_forgotten = key.startswith(FORGOTTEN_PREFIX)
         if not is_forgotten and ("/" in key or key == CONFIG_KEY):
             continue
         record = _read_any(store, key)
-        if record is None or not (is_forgotten or should_be_sealed(key, record)) or _is_intact(key, record):
+        if record is None and key not in moved:
+            continue
+        if record is not None and (not (is_forgotten or should_be_sealed(key, record)) or _is_intact(key, record)):
             continue
         copies = (_read_any(source.store, key) for source in sources)
         intact = next((copy for copy in copies if copy is not None and _is_intact(key, copy)), None)
         if intact is None:
+            if record is None:
+                continue  # there may have been none
             forget = "forget the same commits again (cas-ckpt forget), then delete this file"
             advice = forget if is_forgotten else "write it again, or delete this file"
             log.leave(RepairKind.RECORDS, key, f"no other copy has it: {advice}")

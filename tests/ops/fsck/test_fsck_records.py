@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt import Policy, Repository
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
@@ -17,7 +18,7 @@ from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_sta
 from cas_ckpt.core.protocol import PREFIX as SESSIONS
 from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.core.tree import reachable
-from cas_ckpt.errors import NoRepositoryError, StorageError
+from cas_ckpt.errors import CorruptionError, NoRepositoryError, StorageError
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest, seal
@@ -398,14 +399,21 @@ def test_a_clone_says_what_branches_named_when_it_last_fetched(repo: Path, tmp_p
     assert check(repo).ok
 
 
-@pytest.mark.parametrize("where", ["refs/heads/main.ref", "gc/state", "config", "index/index.sqlite-wal"])
-@pytest.mark.parametrize("what", ["folder", "link"])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("refs/heads/main.ref", "folder"), ("refs/heads/main.ref", "link"), ("refs/heads/main.ref", "loop"),
+        ("gc/state", "folder"), ("gc/state", "link"), ("config", "folder"), ("config", "link"),
+        ("index/index.sqlite-wal", "folder"), ("policy", "folder"), ("policy", "link"), ("settings", "folder"),
+        ("settings", "loop"), ("signers", "link"), ("tiers", "folder"),
+    ],
+)  # fmt: skip
 def test_the_printed_repair_moves_away_what_is_no_file(
     repo: Path, intact: Path, tmp_path: Path, where: str, what: str
 ) -> None:
     (repo / where).unlink(missing_ok=True)
-    if what == "link" and not where.startswith("index/"):
-        (repo / where).symlink_to(intact / where)
+    if what != "folder":
+        (repo / where).symlink_to((intact if what == "link" else repo) / where)
     else:
         (repo / where).mkdir()
         (repo / where / "file").write_bytes(b"own")
@@ -413,4 +421,15 @@ def test_the_printed_repair_moves_away_what_is_no_file(
     assert report.commands
     assert repair_as_told(repo, report, other=intact).ok
     assert check(repo).ok
-    assert (repo / "damaged" / where).is_dir() or (repo / "damaged" / where).is_symlink()
+    assert (repo / "damaged" / where).is_symlink() or (repo / "damaged" / where).is_dir()
+    assert (repo / "policy").read_bytes() == (intact / "policy").read_bytes()
+
+
+def test_a_write_of_a_record_says_that_a_folder_or_a_link_is_in_its_place(repo: Path, tmp_path: Path) -> None:
+    (repo / "policy").unlink()
+    (repo / "policy").mkdir()
+    (repo / "settings").symlink_to(tmp_path)
+    with Repository.open(repo) as opened:
+        for write in (lambda: opened.set_policy(Policy(keep_last=1)), lambda: opened.add_remote("a", tmp_path)):
+            with pytest.raises(CorruptionError, match=r"a folder or a link is in its place: .*fsck"):
+                write()
