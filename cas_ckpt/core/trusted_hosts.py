@@ -19,7 +19,8 @@ from cas_ckpt.storage.store import Store
 
 SETTINGS_KEY = "settings"
 
-_trusted: frozenset[str] = frozenset()
+_trusted: list[frozenset[str]] = []
+"""Those of each block that has not ended."""
 
 
 @contextmanager
@@ -34,15 +35,15 @@ def trusted_hosts(*hosts: str) -> Iterator[None]:
     Raises:
         InvalidInputError: one is not a text.
     """
-    global _trusted
     for host in hosts:
         if not isinstance(host, str) or not host:
             raise InvalidInputError(f"a trusted host is {shown_value(host)}: give its name, such as 'db.example.org'")
-    before, _trusted = _trusted, _trusted | {host.lower() for host in hosts}
+    own = frozenset(host.lower() for host in hosts)
+    _trusted.append(own)
     try:
         yield
     finally:
-        _trusted = before
+        _trusted.remove(own)
 
 
 def require_trusted(store: Store, hosts: Iterable[str], what: str, instead: str) -> None:
@@ -51,7 +52,8 @@ def require_trusted(store: Store, hosts: Iterable[str], what: str, instead: str)
     Args:
         what: What is at the hosts. instead: How the user can name it himself.
     """
-    unknown = [host for host in hosts if host.lower() not in _trusted and host.lower() != endpoint_of(store.url)]
+    known = {endpoint_of(store.url)}.union(*_trusted)
+    unknown = [host for host in hosts if host.lower() not in known]
     if unknown and not _is_own(store):
         host = unknown[0]
         raise PermissionDeniedError(

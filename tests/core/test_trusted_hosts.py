@@ -154,6 +154,24 @@ def test_the_settings_of_a_bucket_name_its_own_endpoint_and_no_other() -> None:
         assert Remote("o", "s3://bucket/of-aws").place(store) == "s3://bucket/of-aws"
 
 
+def test_of_two_blocks_that_overlap_as_those_of_threads_do_each_ends_its_own_trust_alone() -> None:
+    with closing(open_store("s3://bucket/x")) as store:
+
+        def trusts(host: str) -> bool:
+            try:
+                return bool(Remote("o", f"s3://o/x?endpoint=https://{host}").place(store))
+            except PermissionDeniedError:
+                return False
+
+        first, second = trusted_hosts("a.example", "both.example"), trusted_hosts("b.example", "both.example")
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert [trusts(host) for host in ("a.example", "b.example", "both.example")] == [False, True, True]
+        second.__exit__(None, None, None)
+        assert not any(map(trusts, ("a.example", "b.example", "both.example")))
+
+
 def test_what_is_no_name_of_a_host_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"give its name, such as 'db\.example\.org'"), trusted_hosts(""):
         pass
