@@ -164,8 +164,8 @@ def _send_with_tags(
         known = own.get((RefKind.TAG, ref.name))
         if known is not None and known.target == ref.target:
             continue
-        is_free = known is None and may_come(handle, other, ref)
-        if (RefKind.BRANCH, ref.name) not in own and (request.force or is_free):
+        is_free = request.force or (known is None and may_come(handle, other, ref))
+        if is_free and (RefKind.BRANCH, ref.name) not in own:
             taken.append(
                 RefUpdate(ref.kind, ref.name, ref.target, request.force, note=ref.note, signature=ref.signature)
             )
@@ -180,10 +180,10 @@ def may_come(handle: RepositoryHandle, other: RepositoryHandle, ref: Ref) -> boo
     """Whether a new tag or branch of the other side means nothing else here, nor an id there; said if not."""
     meaning = other_meaning(handle, ref.name, other)
     if meaning is not None:
+        way = "fetch with force=True takes it" if ref.kind is RefKind.TAG else "with remote=NAME it comes as NAME/..."
         _LOGGER.warning(
-            "the %s %r of %s is not taken: it reads as %s (fetch with force=True takes it)",
-            ref.kind.label, ref.name, other.store.url, meaning,
-        )  # fmt: skip
+            "the %s %r of %s is not taken: it reads as %s (%s)", ref.kind.label, ref.name, other.store.url, meaning, way
+        )
     return meaning is None
 
 

@@ -540,8 +540,10 @@ def test_a_tag_that_reads_as_a_branch_of_the_remote_or_as_an_id_does_not_come(
     assert all(repr(name) in caplog.text for name in ("origin/main", digits))
     if way != "bundle":
         assert here.resolve("origin/main") == here.resolve(digits) == pair.there.resolve("main")
+        caplog.clear()
         here.fetch(force=True)
         assert list(here.tags()) == sorted(["v1", "origin/main", digits])
+        assert "not taken" not in caplog.text
 
 
 def test_a_tag_that_reads_as_an_id_there_or_as_a_branch_of_its_remotes_is_not_pushed_without_force(pair: Pair) -> None:
