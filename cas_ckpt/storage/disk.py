@@ -294,7 +294,8 @@ class UnnamedFile:
                 os.unlink(name)
 
     def _temporary(self) -> Path:
-        return self._path.with_name(f".{self._path.name[:200]}.{secrets.token_hex(8)}.tmp")
+        name = os.fsencode(self._path.name)[:200].decode(errors="ignore")  # in bytes, of which a name has 255
+        return self._path.with_name(f".{name}.{secrets.token_hex(8)}.tmp")
 
     def _link(self, name: Path) -> None:
         if self._name is not None:

@@ -40,7 +40,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write(repo: Repository, place: Path, how: dict[str, Any], progress: Any) -> None:
     if place.suffix == ".bundle":
-        repo.create_bundle(place, ["main"], progress=progress)
+        repo.create_bundle(place, ["main"], progress=progress, **how)
     else:
         repo.export("main", place, progress=progress, **how)
 
@@ -75,3 +75,14 @@ def test_where_every_file_has_a_name_it_is_taken_away_at_the_end(
         write(repo, place, how, False)
     assert not list(place.parent.rglob("*.tmp"))
     assert place.exists()
+
+
+@pytest.mark.parametrize("end", [".safetensors", ".bundle"])
+def test_a_name_as_long_as_the_system_takes_is_written_in_the_place_of_another(tmp_path: Path, end: str) -> None:
+    place = tmp_path / ("é" * ((255 - len(end)) // 2) + end)
+    place.write_bytes(b"another")
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        repo.commit({"model": {"w": torch.ones(3)}})
+        write(repo, place, {"force": True}, False)
+    assert place.read_bytes() != b"another"
+    assert len(list(tmp_path.iterdir())) == 2
