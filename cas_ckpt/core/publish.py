@@ -562,13 +562,13 @@ def publish_lost_ref(
     Raises:
         NotFoundError, ConflictError, SignatureError: as above; the ref is as lost as it was.
     """
-    key = name_key(ref_key(kind, name))
-    was_known = exists(handle.store, key)
+    key = ref_key(kind, name)
+    was_known = exists(handle.store, name_key(key))
     try:
         return publish_ref(handle, kind, name, target, move=move, note=note, lost=True)
     except NotFoundError:
-        if not was_known:  # else collections would wait for a ref that never was
-            handle.store.delete(key)
+        if not was_known and not exists(handle.store, key):  # else collections would wait for a ref that never was
+            handle.store.delete(name_key(key))
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import RefKind
-from cas_ckpt.errors import ConflictError
+from cas_ckpt.core.publish import publish_lost_ref
+from cas_ckpt.core.refs import RefKind, new_move, ref_key
+from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -100,3 +102,16 @@ def test_a_commit_on_what_another_process_or_a_collection_has_moved_warns_of_not
         collect_garbage(one, GcOptions(min_age_s=0))
         commit(other, {"b": 9})
     assert "is in no pack of" not in caplog.text
+
+
+def test_a_repair_that_fails_beside_a_first_commit_leaves_what_says_that_its_branch_was_made() -> None:
+    store = MemoryStore()
+    write_config(store, Config("7" * 32))
+    other = RepositoryHandle.on_store(store, index_url=":memory:")
+    other.refs.create_placeholder(RefKind.BRANCH, "new")  # its first commit has begun
+    beside = MeddledStore(store, lambda: commit(other, {"step": 1}, branch="new"), before="get", key="gc/state", at=2)
+    repairing = RepositoryHandle.on_store(beside, index_url=":memory:")
+    nowhere = Digest(bytes(32))
+    with suppress(NotFoundError, ConflictError):
+        publish_lost_ref(repairing, RefKind.BRANCH, "new", nowhere, move=new_move(None, nowhere, "repaired", "tests"))
+    assert beside.happened and other.refs.was_announced(ref_key(RefKind.BRANCH, "new"))
