@@ -12,7 +12,7 @@
     part_workers.py   its threads and memory for parts
     bucket.py         what a vendor of object storage implements for it
     bucket_client.py  what vendors share: a client for each process, answers with limits, errors without secrets
-    timed_answers.py  answers of HTTP whose head is whole, and whose bytes come in time
+    timed_answers.py  requests and answers of HTTP: heads that are whole, bytes that go and come in time
     s3.py             S3 and what speaks its protocol, on boto3
     gcs.py            Google Cloud Storage: objects, parts that are composed
     gcs_requests.py   its credentials, connections, retries and limits, on google-cloud-storage

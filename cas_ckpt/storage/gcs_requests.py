@@ -53,9 +53,6 @@ _DEADLINE_S = 90
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
 
-_SEND_BYTES = 256 << 10
-"""Sent at once. The timeout of a connection is for each such piece, so that a slow connection does not time out."""
-
 _RECEIVE_BYTES = 64 << 10
 """Asked of a connection at once. Memory for so much is taken each time, though mostly less comes."""
 
@@ -225,7 +222,7 @@ class Requests:
 
 
 class _Adapter(HTTPAdapter):
-    """Also by way of a proxy, answers are timed."""
+    """Also by way of a proxy, requests and answers are timed."""
 
     def proxy_manager_for(self, proxy: str, **kwargs: Any) -> Any:
         is_new = proxy not in self.proxy_manager
@@ -334,8 +331,7 @@ class UploadBody:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._head
-        for at in range(0, self._data.nbytes, _SEND_BYTES):
-            yield self._data[at : at + _SEND_BYTES]
+        yield self._data
         yield self._tail
 
 

@@ -1,11 +1,13 @@
-"""Answers of HTTP whose head is whole, and whose bytes come in time: what Python's own client does not see to.
+"""Requests and answers of HTTP whose bytes go and come in time: what Python's own client does not see to.
 
-It takes a head that is cut off for a shorter one, so that headers are missing that were sent; and its timeout is for
-each piece that comes, so that a server which sends a byte now and then is waited for without end.
+It takes a head that is cut off for a shorter one, so that headers are missing that were sent. Its timeout is for each
+piece that comes, so that a server which sends a byte now and then is waited for without end; and for all that is sent
+at once, so that a body which goes slowly, but goes, is given up.
 
     1. the head, from the first byte to the empty line, comes within the timeout, or TimeoutError is raised
     2. a head that ends before its empty line is a ConnectionResetError: the request is sent again, as after any break
     3. of the body at least `LEAST_BYTES` come in each such time, or its end
+    4. of a request each `LEAST_BYTES` go within the timeout of the connection
 
 Only the time that is spent waiting for the server counts: whoever reads may take breaks.
 Must not know: vendors, what is answered.
@@ -81,10 +83,23 @@ class TimedAnswer(http.client.HTTPResponse):
         self._timed.body_follows()
 
 
+class _TimedConnection:
+    response_class = TimedAnswer
+
+    def send(self, data: Any) -> None:
+        """Send `data`, in pieces; a file, or another iterable, comes in pieces of its own."""
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            view = memoryview(data)
+            for at in range(0, view.nbytes, LEAST_BYTES):
+                super().send(view[at : at + LEAST_BYTES])  # type: ignore[misc]
+        else:
+            super().send(data)  # type: ignore[misc]
+
+
 def timed(pools: Mapping[str, Any]) -> dict[str, Any]:
-    """The same classes of pools of connections (those of urllib3), whose answers are timed."""
+    """The same classes of pools of connections (those of urllib3), whose requests and answers are timed."""
     made = {}
     for scheme, pool in pools.items():
-        connection = type(pool.ConnectionCls.__name__, (pool.ConnectionCls,), {"response_class": TimedAnswer})
+        connection = type(pool.ConnectionCls.__name__, (_TimedConnection, pool.ConnectionCls), {})
         made[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
     return made

@@ -24,11 +24,16 @@ Serve = Callable[[str, socket.socket], None]
 
 
 class Hostile(Listener):
-    """Serves every request by `serve(first line, connection)`, and then cuts the connection."""
+    """Serves every request by `serve(first line, connection)`, and then cuts the connection.
 
-    def __init__(self, serve: Serve) -> None:
+    Args:
+        pause_s: Waited for after every 64 KiB of a request.
+    """
+
+    def __init__(self, serve: Serve, *, pause_s: float = 0) -> None:
         super().__init__(self._answer)
         self._serve = serve
+        self._pause_s = pause_s
         self.num_requests = 0
 
     def _answer(self, connection: socket.socket) -> None:
@@ -40,7 +45,10 @@ class Hostile(Listener):
                     name, _, value = line.partition(":")
                     if name.lower() == "content-length":
                         length = int(value)
-                asked.read(length)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                while length and (got := len(asked.read1(min(length, 1 << 16)))):
+                    length -= got
+                    time.sleep(self._pause_s)
                 if first:
                     self.num_requests += 1
                     self._serve(first, connection)
@@ -137,6 +145,18 @@ def refused(call: Callable[[], object]) -> CkptError:
     except CkptError as error:
         return error
     raise AssertionError(f"wanted an error, found {answer!r:.200}")
+
+
+def test_what_goes_slowly_over_the_line_is_waited_for(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    for vendor in (gcs_requests, s3):
+        monkeypatch.setattr(vendor, "_CONNECT_TIMEOUT_S", 0.3)
+
+    def serve(first: str, connection: socket.socket) -> None:
+        body = b"" if first.startswith("PUT") else b'{"name": "ckpts/packs/a", "generation": "7", "size": "8000000"}'
+        connection.sendall(head(Content_Length=len(body)) + body)
+
+    with Hostile(serve, pause_s=0.01) as server:
+        opened(server).put("packs/a", bytes(8_000_000))
 
 
 def test_a_value_longer_than_any_record_is_refused_before_it_comes(opened: Opened) -> None:
