@@ -8,7 +8,7 @@ Invariant: never more is counted than the walk would make, so what is refused wo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
@@ -70,10 +70,20 @@ class Ahead:
                     edges[node].append((form, child))
             wanted = {child for node in wanted for _, child in edges[node]}
         below = {node: [child for _, child in named] for node, named in edges.items()}
-        try:
-            order = list(TopologicalSorter(below).static_order())
-        except CycleError as error:
-            raise CorruptionError(f"a container is inside of itself; {REBUILD}") from error
-        for node in order:
+        for node in children_first(below):
             if node in edges:
                 self._sizes[node] = sum((form == CONTAINER) + self._sizes[child] for form, child in edges[node])
+
+
+def children_first(below: Mapping[int, Sequence[int]]) -> list[int]:
+    """Containers, each after those that are in it.
+
+    Args:
+        below: Node -> nodes that it names.
+    Raises:
+        CorruptionError: one is inside of itself.
+    """
+    try:
+        return list(TopologicalSorter(below).static_order())
+    except CycleError as error:
+        raise CorruptionError(f"a container is inside of itself; {REBUILD}") from error

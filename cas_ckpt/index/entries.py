@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.ahead import Ahead
+from cas_ckpt.index.ahead import Ahead, children_first
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_of
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
@@ -31,9 +31,11 @@ from cas_ckpt.index.trees import (
     MAX_DEPTH,
     NAME,
     SPEC,
+    Alike,
     Row,
     RowsMissingError,
     Tree,
+    count_rows,
     flavor_of,
     open_containers,
     read_digests,
@@ -86,6 +88,66 @@ def entry(connection: Connection, root: bytes, key: str) -> ListedEntry:
     container = _unfolded(connection, number, None)
     container.key = key
     return _as_one(container, Shown(read_specs(connection, _spec_ids(container))))
+
+
+class Sum(NamedTuple):
+    """What is below a top-level name: entries as lists show them, how many of them are tensors, and plain bytes."""
+
+    num_entries: int
+    num_tensors: int
+    num_bytes: int
+
+
+def summary(connection: Connection, root: bytes) -> list[tuple[str, Sum]]:
+    """The top-level names of a state, in the order of its tree, and what is below each.
+
+    Equal containers are looked at once and count each time; of what they list no row is read, the database counts.
+
+    Raises:
+        RowsMissingError: the index does not know all of the state. CorruptionError: nodes that do not fit together.
+    """
+    number = root_number(connection, root)
+    rows = open_containers(connection, read_trees(connection, [number]))[number]
+    sums = _sums_of(connection, {row[CHILD] or 0 for row in rows if row[FORM] == CONTAINER})
+    shown = Shown(read_specs(connection, {row[SPEC] for row in rows}))
+    return [
+        (row[NAME], sums[row[CHILD] or 0] if row[FORM] == CONTAINER else _sum_of(shown.of(row[FORM], row[SPEC])))
+        for row in rows
+    ]
+
+
+def _sum_of(what: Sequence[Any]) -> Sum:
+    """The sum of one entry."""
+    _, dtype, _, num_bytes = what
+    return Sum(1, int(dtype is not None), num_bytes)
+
+
+def _sums_of(connection: Connection, wanted: Collection[int]) -> dict[int, Sum]:
+    """Node -> all that is in this container, for these and those in them."""
+    sums: dict[int, Sum] = {}
+    listed: dict[int, list[Alike]] = {}
+    for _ in range(MAX_DEPTH):
+        trees = read_trees(connection, wanted)
+        ones = read_composites(connection, [number for number, tree in trees.items() if tree.is_entry])
+        sums |= {number: _sum_of(one[1:]) for number, one in ones.items()}
+        opened = count_rows(connection, {number: tree for number, tree in trees.items() if not tree.is_entry})
+        listed |= opened
+        named = {one.child or 0 for rows in opened.values() for one in rows if one.form == CONTAINER}
+        wanted = named - listed.keys() - sums.keys()
+        if not wanted:
+            break
+    else:
+        raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
+    shown = Shown(read_specs(connection, {one.spec for rows in listed.values() for one in rows}))
+    below = {node: [one.child or 0 for one in rows if one.form == CONTAINER] for node, rows in listed.items()}
+    for number in children_first(below):
+        if number in listed:
+            found = [
+                (one.times, sums[one.child or 0] if one.form == CONTAINER else _sum_of(shown.of(one.form, one.spec)))
+                for one in listed[number]
+            ]
+            sums[number] = Sum(*(sum(times * each[at] for times, each in found) for at in range(3)))
+    return sums
 
 
 def object_of(connection: Connection, root: bytes, key: str) -> Digest | None:

@@ -16,6 +16,7 @@ caller says which states are meant, in which order.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -37,6 +38,9 @@ from cas_ckpt.objects.state import CONTAINER_KINDS
 
 _MOST_SPECS = 1000
 """More dtypes and shapes than these are not told to the database, which then gives all rows."""
+
+FEW_STATES = 16
+"""So many states are looked through sooner than all nodes of history that list a dtype or shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +134,14 @@ def find_entries(connection: Connection, *, roots: Sequence[bytes], wanted: Entr
 def find_states(connection: Connection, *, roots: Collection[bytes], wanted: EntryFilter) -> set[bytes]:
     """Those of the states `roots` in which something is wanted; errors as for `find_entries`."""
     numbers = root_numbers(connection, roots)
-    search = _Search(connection, wanted)
-    if search.is_exact and search.above is not None:
-        return {root for root, number in numbers.items() if number in search.above}
-    holding = _holding(search, sorted(set(numbers.values())))
+    states = sorted(set(numbers.values()))
+    holding: set[int] | None = None
+    if len(states) <= FEW_STATES:
+        with suppress(TooLargeError):  # from below, states are found however much is in them
+            holding = _holding(_Search(connection, wanted, climbs=False), states)
+    if holding is None:
+        search = _Search(connection, wanted)
+        holding = search.above if search.is_exact and search.above is not None else _holding(search, states)
     return {root for root, number in numbers.items() if number in holding}
 
 
@@ -202,12 +210,15 @@ class _Listed:
 class _Search:
     """What is wanted, in numbers of this transaction.
 
+    Args:
+        climbs: Find out what is above a dtype, shape or length, in all of history.
+
     Attributes:
         above: Nodes in which something may be wanted; None: any.
         is_exact: In each of them something is wanted.
     """
 
-    def __init__(self, connection: Connection, wanted: EntryFilter) -> None:
+    def __init__(self, connection: Connection, wanted: EntryFilter, *, climbs: bool = True) -> None:
         self._connection = connection
         self._wanted = wanted
         self._matcher = Matcher(wanted.keys)
@@ -220,7 +231,7 @@ class _Search:
         self._composites: dict[int, ListedEntry] = {}
         of_spec = wanted.dtype is not None or wanted.shape is not None
         if of_spec or wanted.min_bytes or wanted.max_bytes is not None:
-            self._choose_specs(specs, rare=of_spec or bool(wanted.min_bytes))
+            self._choose_specs(specs, rare=climbs and (of_spec or bool(wanted.min_bytes)))
         if wanted.holding is not None:
             number = next((number for _, number, _ in OBJECTS_BY_ID.rows(connection, [wanted.holding])), None)
             self._holding = set() if number is None else _climb(connection, {number})

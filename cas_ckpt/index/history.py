@@ -41,6 +41,10 @@ _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 
 
 _COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
+_MORE_PARENTS = KeyQuery(
+    select(MORE_PARENTS).order_by(MORE_PARENTS.c.object_id, MORE_PARENTS.c.position), MORE_PARENTS.c.object_id
+)
+_LINEAGE = KeyQuery(select(LINEAGE).order_by(LINEAGE.c.object_id, LINEAGE.c.position), LINEAGE.c.object_id)
 _ROOTS = KeyQuery(
     select(COMMITS.c.root).select_from(OBJECTS.join(COMMITS, COMMITS.c.object_id == OBJECTS.c.object_id)),
     OBJECTS.c.digest,
@@ -100,12 +104,10 @@ def read_commits_again(connection: Connection, wanted: Sequence[tuple[int, bytes
 
 
 def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) -> _Parents:
-    query = select(MORE_PARENTS).order_by(MORE_PARENTS.c.object_id, MORE_PARENTS.c.position)
-    column = MORE_PARENTS.c.object_id
-    rows = connection.execute(query) if numbers is None else rows_for(connection, query, column, numbers)
+    rows = rows_of(connection, _MORE_PARENTS.query) if numbers is None else _MORE_PARENTS.rows(connection, numbers)
     found: _Parents = {}
-    for row in rows:
-        found[row.object_id] = (*found.get(row.object_id, ()), row.parent)
+    for number, _, parent in rows:
+        found[number] = (*found.get(number, ()), parent)
     return found
 
 
@@ -160,10 +162,8 @@ def read_lineage(connection: Connection, numbers: Iterable[int]) -> dict[int, tu
     if connection.execute(select(LINEAGE.c.object_id).limit(1)).scalar() is None:
         return {}
     found: dict[int, tuple[LineageEdge, ...]] = {}
-    query = select(LINEAGE).order_by(LINEAGE.c.object_id, LINEAGE.c.position)
-    for row in rows_for(connection, query, LINEAGE.c.object_id, numbers):
-        edge = LineageEdge(row.kind, Digest(row.target), row.note)
-        found[row.object_id] = (*found.get(row.object_id, ()), edge)
+    for number, _, kind, target, note in _LINEAGE.rows(connection, numbers):
+        found[number] = (*found.get(number, ()), LineageEdge(kind, Digest(target), note))
     return found
 
 

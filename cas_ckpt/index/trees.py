@@ -67,6 +67,10 @@ _ROWS = """
 _PAGES = (
     "SELECT e.node_id, e.name, e.child_id FROM t_entries e WHERE e.node_id {numbers} ORDER BY e.node_id, e.position"
 )
+_COUNTS = f"""
+    SELECT e.node_id, e.form, e.spec_id, CASE WHEN e.form = {CONTAINER} THEN e.child_id END, COUNT(*) FROM t_entries e
+    WHERE e.node_id {{numbers}} GROUP BY 1, 2, 3, 4
+"""
 _TREES = """
     SELECT t.node_id, t.kind, t.height, t.num_entries, t.attrs, CASE WHEN t.num_entries = 0 OR EXISTS (
         SELECT 1 FROM t_entries e WHERE e.node_id = t.node_id AND e.position = t.num_entries - 1
@@ -77,6 +81,15 @@ _UNEXACT_NODES = "SELECT r.node_id FROM t_raw_names r"
 """Nodes that list names which no text of a database can be compared with."""
 
 _DIGESTS = "SELECT o.object_id, o.digest FROM t_objects o WHERE o.object_id {numbers}"
+
+
+class Alike(NamedTuple):
+    """Rows of a container that are counted together; a container's child is its node, others have none."""
+
+    form: int
+    spec: int | None
+    child: int | None
+    times: int
 
 
 class RowsMissingError(CorruptionError):
@@ -187,6 +200,37 @@ def open_containers(
     Raises:
         RowsMissingError: rows are missing. CorruptionError: a page is in the wrong place.
     """
+    fronts, wanted = _fronts(connection, trees, names, within)
+    rows = _read_rows(connection, wanted, names, leaves)
+    is_whole = not leaves and names == ANY_NAME and within is None
+    return {
+        number: _joined(nodes, rows, is_whole=is_whole) if trees[number].height else rows[number]
+        for number, nodes in fronts.items()
+    }
+
+
+def count_rows(connection: Connection, trees: Mapping[int, Tree]) -> dict[int, list[Alike]]:
+    """Node -> what each of these containers lists, counted by the database: no row of an entry is read.
+
+    Args:
+        trees: The containers, as `read_trees` found them.
+    Raises:
+        RowsMissingError: rows are missing. CorruptionError: a page is in the wrong place.
+    """
+    fronts, wanted = _fronts(connection, trees, ANY_NAME, None)
+    found: dict[int, list[Alike]] = {node: [] for node in wanted}
+    for node, *alike in rows_by_number(connection, _COUNTS, wanted):
+        found[node].append(Alike(*alike))
+    missing = [node for node, tree in wanted.items() if sum(one.times for one in found[node]) != tree.num_entries]
+    if missing:
+        _raise_missing(connection, missing)
+    return {number: [one for node, _ in nodes for one in found[node]] for number, nodes in fronts.items()}
+
+
+def _fronts(
+    connection: Connection, trees: Mapping[int, Tree], names: Names, within: Collection[int] | None
+) -> tuple[dict[int, list[_Front]], dict[int, Tree]]:
+    """Container -> the nodes that list its entries, in order: itself, or its pages; and what these nodes are."""
     fronts: dict[int, list[_Front]] = {number: [(number, None)] for number in trees}
     paged = {number: tree.height for number, tree in trees.items() if tree.height}
     known = dict(trees)
@@ -201,13 +245,7 @@ def open_containers(
             if not all(known[page].is_page(height - 1) for page, _ in fronts[number]):
                 raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
         paged = {number: height - 1 for number, height in paged.items() if height > 1}
-    wanted = {node: known[node] for nodes in fronts.values() for node, _ in nodes}
-    rows = _read_rows(connection, wanted, names, leaves)
-    is_whole = not leaves and names == ANY_NAME and within is None
-    return {
-        number: _joined(nodes, rows, is_whole=is_whole) if trees[number].height else rows[number]
-        for number, nodes in fronts.items()
-    }
+    return fronts, {node: known[node] for nodes in fronts.values() for node, _ in nodes}
 
 
 def open_differing(

@@ -97,6 +97,11 @@ class CommitGraph(Generic[Commit]):
                 found.setdefault(parent, []).append(digest)
         return found
 
+    def parents_of(self, digest: bytes) -> Sequence[bytes]:
+        """The parents of a commit; none if it is not known."""
+        commit = self.commits.get(digest)
+        return () if commit is None else commit.parents
+
     def parents(self, among: Iterable[bytes]) -> set[bytes]:
         """All parents of these commits, which are known."""
         return {parent for digest in among for parent in self.commits[digest].parents}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, pairwise
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError
 from cas_ckpt.index import entries, key_changes, tree_diff, trees
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.key_changes import TooManyRowsError, changed_commits
-from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.rows import CommitRow, ListedEntry
 from cas_ckpt.index.texts import storable
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.objects.digest import Digest
@@ -22,7 +23,18 @@ from cas_ckpt.objects.limits import limits
 from cas_ckpt.objects.nodes import Node, ValueEntry, tensor_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Spec, grid_for
-from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, Path, StoredTensor, render_key, walk
+from cas_ckpt.objects.state import (
+    Container,
+    EncodedValue,
+    Flavor,
+    Item,
+    Name,
+    Path,
+    StoredTensor,
+    parse_key,
+    render_key,
+    walk,
+)
 from tests.builders import doubling_nodes
 from tests.index.building import digest, empty
 from tests.index.tree_states import (
@@ -66,6 +78,20 @@ def many(number: int, name: str = "layers.{}.weight") -> Container:
     return Container("dict", {name.format(at): tensor(at) for at in range(number)})
 
 
+_num_bytes = attrgetter("num_bytes")
+
+
+def summed(listed: list[ListedEntry]) -> list[tuple[str, entries.Sum]]:
+    """The summary of a state, from all its entries."""
+    parts: dict[str, list[ListedEntry]] = {}
+    for entry in listed:
+        parts.setdefault(render_key(parse_key(entry.key)[:1]), []).append(entry)
+    return [
+        (name, entries.Sum(len(those), sum(each.dtype is not None for each in those), sum(map(_num_bytes, those))))
+        for name, those in parts.items()
+    ]
+
+
 class EntriesTests:
     @MANY
     @given(state=states(), patterns=st.lists(PATTERNS, max_size=3))
@@ -77,6 +103,7 @@ class EntriesTests:
             assert index.read(entries.manifest, root, KeyPatterns(some)) == listed(state, some)
         for entry in every[:3] + every[-3:]:
             assert index.read(entries.entry, root, entry.key) == entry
+        assert index.read(entries.summary, root) == summed(every)
         parts = [(render_key(path), part) for path, part in walk(sorted_state(state)) if isinstance(part, StoredTensor)]
         found = index.read(entries.stored_parts, root)
         assert [(one.key, one.spec, one.flavor, one.node, one.single) for one in found] == [
@@ -236,6 +263,7 @@ class EntriesTests:
             with pytest.raises(TooLargeError, match="max_entries"):
                 index.read(entries.entry, root, "a")
             assert len(index.read(entries.manifest, root, KeyPatterns("/".join(["a"] * depth) + "/x"))) == 1
+        assert sum(part.num_entries for _, part in index.read(entries.summary, root)) == 2**depth
 
     def test_a_state_that_is_deeper_than_any_is_refused(self, index: Index) -> None:
         state = tensor("leaf")
@@ -243,8 +271,9 @@ class EntriesTests:
             state = dict_of(a=state)
         assert isinstance(state, Container)
         root = add(index, state)
-        with pytest.raises(CorruptionError, match="deeper"):
-            index.read(entries.manifest, root)
+        for question in (entries.manifest, entries.summary):
+            with pytest.raises(CorruptionError, match="deeper"):
+                index.read(question, root)
 
     def test_a_state_of_which_rows_are_missing_is_never_a_shorter_list(self, index: Index) -> None:
         state = dict_of(model=many(600), other=dict_of(w=tensor("w")))
@@ -263,9 +292,10 @@ class EntriesTests:
             empty(index)
             root = add(index, state)
             index.write(lambda connection, damage=damage: connection.execute(text(damage)))
-            with pytest.raises(RowsMissingError, match="index rebuild") as missing:
-                index.read(entries.manifest, root)
-            assert missing.value.digests
+            for question in (entries.manifest, entries.summary):
+                with pytest.raises(RowsMissingError, match="index rebuild") as missing:
+                    index.read(question, root)
+                assert missing.value.digests
 
     def test_a_state_whose_packs_went_is_not_listed_and_one_that_came_back_is(self, index: Index) -> None:
         one, two = dict_of(model=many(600), step=tensor("one")), dict_of(model=many(600), step=tensor("two"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,7 +83,9 @@ class FindTests:
         shown = [(one.entry, one.first, one.last, one.num_states) for one in found]
         assert sorted(shown, key=repr) == sorted(((entry, *span) for (entry, _), span in model.items()), key=repr)
         holding = {root for state, root in zip(history, given_roots, strict=True) if expected([state], wanted)}
-        assert index.read(finding.find_states, roots=given_roots, wanted=wanted) == holding
+        for few in (0, len(history)):
+            with mock.patch.object(finding, "FEW_STATES", few):
+                assert index.read(finding.find_states, roots=given_roots, wanted=wanted) == holding
 
     def test_an_entry_is_found_with_its_content_and_the_states_that_have_it(self, index: Index) -> None:
         roots = []
@@ -149,6 +153,8 @@ class FindTests:
         index.add_packs([pack_of("bomb", nodes)])
         root = nodes[-1].digest
         with limits(max_entries=2_000):
+            rare = EntryFilter(KeyPatterns(None), dtype="float32")
+            assert index.read(finding.find_states, roots=[root], wanted=rare) == {root}  # by what lists such a tensor
             for how in ({}, {"dtype": "float32"}, {"holding": digest("chunk", "x")}):
                 with pytest.raises(TooLargeError, match="max_entries"):
                     index.read(finding.find_entries, roots=[root], wanted=EntryFilter(KeyPatterns(None), **how))  # type: ignore[arg-type]

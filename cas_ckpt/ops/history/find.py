@@ -11,15 +11,16 @@ Invariant: an entry is found if, and only if, `ls` of its commit shows it so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
 
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows
+from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows, log_rows_in_pieces
 from cas_ckpt.core.refs import MIN_PREFIX
 from cas_ckpt.core.revisions import Revision, resolve, revision_texts
 from cas_ckpt.core.states import ask, known_commit
@@ -142,7 +143,7 @@ def find_entries(handle: RepositoryHandle, request: FindRequest, *, limit: int |
         NotFoundError: no such revision or object, or no tensor at all of this dtype.
         InvalidInputError: the object is a container of entries, and no part of one.
     """
-    rows = _commits(handle, request)
+    rows = list(_commits(handle, request))
     found = _ask(handle, finding.find_entries, rows, request)
     # Numbers count from the youngest commit, which is the last of a history.
     found.sort(key=lambda one: ([name_order(name) for name in parse_key(one.entry.key)], -one.last, -one.first))
@@ -156,25 +157,38 @@ def find_entries(handle: RepositoryHandle, request: FindRequest, *, limit: int |
 
 
 def find_commits(handle: RepositoryHandle, request: FindRequest, *, limit: int | None = None) -> list[CommitInfo]:
-    """Commits that hold an entry that meets the request, in the order of the log; errors as for `find_entries`."""
-    rows = _commits(handle, request)
-    found = _ask(handle, finding.find_states, rows, request)
-    return [info_from_row(row) for row in rows if row.root in found][:limit]
+    """Commits that hold an entry that meets the request, in the order of the log; errors as for `find_entries`.
+
+    With a limit, the first commits are searched, and all others only where these do not hold as many.
+    """
+    rows = _commits(handle, request, limit=limit)
+    found: list[CommitRow] = []
+    for most in (None,) if limit is None else (max(limit, finding.FEW_STATES), None):
+        batch = list(islice(rows, most))
+        holding = _ask(handle, finding.find_states, batch, request)
+        found += [row for row in batch if row.root in holding]
+        if most is None or len(batch) < most or (limit is not None and len(found) >= limit):
+            break
+    return [info_from_row(row) for row in found[:limit]]
 
 
-def _commits(handle: RepositoryHandle, request: FindRequest) -> list[CommitRow]:
-    """The commits that are searched, each once, in the order of the log."""
+def _commits(handle: RepositoryHandle, request: FindRequest, *, limit: int | None = None) -> Iterator[CommitRow]:
+    """The commits that are searched, each once, in the order of the log; with a limit, few of them may be taken."""
     if request.at:
         named = {digest: known_commit(handle, digest) for digest in [resolve(handle, one) for one in request.at]}
         rows = list(named.values())
         if len(rows) > 1:
             order = handle.index.read(history.walk, named, first_parent=False)
             rows = [named[Digest(digest)] for _, digest in order if digest in named]
-        return rows
+        return iter(rows)
     complete_index(handle)  # conditions on layouts need their rows
     starts = start_of_log(handle, request.revisions, all_refs=not request.revisions)
     forgotten = forgotten_view(handle)
-    return [row for row in log_rows(handle, starts, wanted=request.commits) if row.digest not in forgotten]
+    if limit is None or request.commits:
+        every = log_rows(handle, starts, wanted=request.commits)
+    else:
+        every = log_rows_in_pieces(handle, starts)
+    return (row for row in every if row.digest not in forgotten)
 
 
 def _ask(handle: RepositoryHandle, question: Callable[..., T], rows: Sequence[CommitRow], request: FindRequest) -> T:

@@ -16,7 +16,7 @@ hashed is a sample: a share of the sample is an estimate of the share of the sta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +81,15 @@ def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
     for commit, edge in edges:
         upward.setdefault(commit, []).append(_Way(edge.target, commit, edge))
         downward.setdefault(edge.target, []).append(_Way(commit, commit, edge))
-    children = graph.children(graph.commits)
-    parents = {commit: link.parents for commit, link in graph.commits.items()}
+    origins = _followed(start, upward, graph.parents_of, most=len(edges))
+    descendants: list[_Way] = []
+    if len(origins) < len(edges):  # what leads to a commit is not what it leads to: ids of commits are of all they name
+        children = graph.children(graph.commits)
+        descendants = _followed(start, downward, lambda commit: children.get(commit, ()), most=len(edges))
     return CommitLineage(
         start.hex(),
-        tuple(_step(way, way.edge.target in graph) for way in _followed(start, upward, parents)),
-        tuple(_step(way, way.edge.target in graph) for way in _followed(start, downward, children)),
+        tuple(_step(way, way.edge.target in graph) for way in origins),
+        tuple(_step(way, way.edge.target in graph) for way in descendants),
     )
 
 
@@ -100,17 +103,17 @@ class _Way:
 
 
 def _followed(
-    start: Digest, edges: Mapping[bytes, Iterable[_Way]], parents: Mapping[bytes, Iterable[bytes]]
+    start: Digest, edges: Mapping[bytes, Iterable[_Way]], parents: Callable[[bytes], Iterable[bytes]], *, most: int
 ) -> list[_Way]:
-    """Every edge that `start` leads to over edges and history, breadth first."""
+    """Every edge that `start` leads to over edges and history, breadth first; ends with `most`: there are no more."""
     found: list[_Way] = []
     seen: set[bytes] = {start}
     todo: deque[bytes] = deque([start])
-    while todo:
+    while todo and len(found) < most:
         at = todo.popleft()
         ways = edges.get(at, ())
         found += ways
-        for end in (*(way.end for way in ways), *parents.get(at, ())):
+        for end in (*(way.end for way in ways), *parents(at)):
             if end not in seen:
                 seen.add(end)
                 todo.append(end)

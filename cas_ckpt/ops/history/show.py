@@ -24,7 +24,6 @@ from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import mesh_text
-from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.signing.trust import SignatureInfo, described
 
@@ -151,18 +150,9 @@ def _state(
         raise NotFoundError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
     try:
         layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
-        return layout, _parts(list_entries(handle, Digest(row.root)))
+        sums = ask(handle, entries.summary, Digest(row.root))
+        return layout, tuple(Part(name, *each) for name, each in sums)
     except NotFoundError:
         if not forgotten:
             raise
         return None, ()
-
-
-def _parts(listed: Iterable[ListedEntry]) -> tuple[Part, ...]:
-    sums: dict[str, list[int]] = {}
-    for entry in listed:
-        total = sums.setdefault(render_key(parse_key(entry.key)[:1]), [0, 0, 0])
-        total[0] += 1
-        total[1] += entry.dtype is not None
-        total[2] += entry.num_bytes
-    return tuple(Part(name, *total) for name, total in sums.items())

@@ -113,6 +113,16 @@ def test_commits_that_are_named_count_once_and_in_the_order_of_the_log(repo: Rep
     ]  # fmt: skip
 
 
+def test_a_limit_takes_the_first_of_the_commits_that_are_found_without_one(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        for step in range(40):
+            repo.commit({"step": step, **({"old": torch.ones(700, 2)} if step < 5 or step % 17 == 0 else {})})
+        for conditions in ({"keys": "old"}, {"shape": "700,2"}, {"keys": "step"}, {"keys": "none"}, {"at": "main"}):
+            every = repo.find_commits(**conditions)  # type: ignore[arg-type]
+            for limit in (0, 1, 2, 5, 18, 100):
+                assert repo.find_commits(**conditions, limit=limit) == every[:limit]  # type: ignore[arg-type]
+
+
 def test_a_chunk_of_a_large_tensor_leads_to_what_holds_it(repo: Repository) -> None:
     (large,) = repo.find("model/large")
     assert large.object_id is not None

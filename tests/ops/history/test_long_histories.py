@@ -13,6 +13,7 @@ from sqlalchemy import event
 
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import NotFoundError
@@ -21,8 +22,10 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
-from cas_ckpt.ops.history.lineage import is_ancestor, merge_bases
+from cas_ckpt.ops.history.find import find_commits, find_request
+from cas_ckpt.ops.history.lineage import is_ancestor, lineage_of, merge_bases
 from cas_ckpt.ops.history.log import log_commits
+from cas_ckpt.ops.history.show import show_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, delete_branch, reflog, rename_ref
 from cas_ckpt.ops.retention.forget import forget_by_policy, forget_revisions
@@ -136,6 +139,8 @@ LAST: dict[str, Callable[[RepositoryHandle], object]] = {
     "log of a key": lambda handle: list(log_commits(handle, ["main"], keys="w", limit=3)),
     "log of messages": lambda handle: list(log_commits(handle, ["main"], grep=["."], limit=3)),
     "reflog": lambda handle: reflog(handle, "main", limit=3),
+    "find of a key": lambda handle: find_commits(handle, find_request(keys="w"), limit=3),
+    "find of a dtype": lambda handle: find_commits(handle, find_request(dtype="float32"), limit=3),
     "merge base": lambda handle: merge_bases(handle, ["main~2", "main"]),
     "ancestor": lambda handle: (is_ancestor(handle, "main~3", "main"), is_ancestor(handle, "main", "main~3")),
 }
@@ -212,6 +217,29 @@ def calls_in(run: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return found
+
+
+def test_lineage_is_followed_until_all_edges_are_found(tmp_path: Path) -> None:
+    calls = []
+    for num_commits in (20, 120):
+        handle = new_repository(tmp_path / str(num_commits))
+        for number in range(num_commits):
+            commit(handle, {"w": number})
+        commit(handle, {"w": -1}, lineage=[Lineage("merged-from", "main~2")])
+        lineage_of(handle, "main")  # imports, and compiles its questions
+        calls.append(calls_in(lambda handle=handle: lineage_of(handle, "main")))  # type: ignore[misc]
+        assert len(lineage_of(handle, "main").origins) == len(lineage_of(handle, "main~3").descendants) == 1
+    assert calls[1] - calls[0] < 100 * 10  # all commits are read: one of a pack that is not known may have an edge
+
+
+def test_a_summary_of_a_state_reads_no_row_of_its_entries(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    for num_keys in (400, 4000):
+        commit(handle, {"model": {f"layers.{number}": number for number in range(num_keys)}})
+    show_commit(handle, "main")  # imports, and compiles its questions
+    few, many = (calls_in(lambda name=name: show_commit(handle, name)) for name in ("main~1", "main"))  # type: ignore[misc]
+    assert [part.num_entries for part in show_commit(handle, "main").parts] == [4000]
+    assert many - few < 3600 / 2  # of some for each page
 
 
 def test_one_more_branch_of_a_long_history_is_as_many_steps_of_forget_as_it_keeps_commits() -> None:
