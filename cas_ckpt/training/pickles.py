@@ -334,6 +334,11 @@ class _Counter(_Machine):
         """States are counted where they are made."""
         self.stack.pop()
 
+    def extend(self, items: list[Any]) -> None:
+        """What is not a list (a deque) is refused by whoever loads it."""
+        if type(self.stack[-1]) is list:
+            super().extend(items)
+
     def set_items(self, items: list[Any]) -> None:
         """Keys do not matter, only how many there are."""
         target = self.stack[-1]

@@ -3,7 +3,7 @@
 In:  1. a zip is looked through before torch sees it: nothing compressed, nothing that claims
         more bytes than the file has
      2. torch.load(weights_only=True): pickles that want to run code are refused, always
-        NumPy arrays, which torch does not call weights, are read as data (torch_arrays.py)
+        NumPy arrays, which torch does not call weights, and newer pickles are read as data (torch_arrays.py)
      3. what came out is measured: references that unfold into more than any memory are refused
      4. captured like live state; tensors that lie in the file are read by offset when they are
         hashed, so that memory does not grow with the file
@@ -60,6 +60,9 @@ FREE_BYTES = 1 << 30
 
 ZIP_MAGIC = b"PK\x03\x04"
 """What a file of torch.save begins with, since torch 1.6."""
+
+_READ_AS_DATA = ("numpy", "Unsupported operand")
+"""What torch's refusals say of files that torch_arrays.py may read: NumPy's names, and pickles of protocol 3 to 5."""
 
 _MAPS = "/proc/self/maps"
 
@@ -204,7 +207,8 @@ def _load(file: InputFile, *, is_mapped: bool) -> Any:
     try:
         return load_weights(same if os.path.exists(same) else str(file.path), what=str(file.path), is_mapped=is_mapped)
     except InvalidInputError as error:
-        if not is_mapped or not isinstance(error.__cause__, UnpicklingError) or "numpy" not in str(error.__cause__):
+        told = str(error.__cause__) if isinstance(error.__cause__, UnpicklingError) else ""
+        if not is_mapped or not any(each in told for each in _READ_AS_DATA):
             raise
     with open(file.fd, "rb", closefd=False) as raw, opened_zip(raw, file.size, what=str(file.path)) as archive:
         if not is_our_byte_order(archive):

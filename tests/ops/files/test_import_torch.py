@@ -45,9 +45,13 @@ def training_state() -> dict[str, Any]:
     return {"model": model.state_dict(), "optim": optim.state_dict(), "epoch": 3, "best": None, "names": ["a", "b"]}
 
 
-def test_a_training_state_comes_in_as_if_it_had_been_committed(repo: RepositoryHandle, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_training_state_comes_in_as_if_it_had_been_committed(
+    repo: RepositoryHandle, tmp_path: Path, protocol: int
+) -> None:
     state = training_state()
-    torch.save(state, tmp_path / "s.pt")
+    torch.save(state, tmp_path / "s.pt", pickle_protocol=protocol)
     imported = import_file(repo, tmp_path / "s.pt")
     live = commit_tree(repo, capture_state(state), CommitRequest(branch="live"))
     assert imported.root == live.root

@@ -9,7 +9,7 @@ import pickle
 import random
 import warnings
 import zipfile
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,14 @@ def test_a_class_in_a_trainers_checkpoint_is_named_and_left_out(repo: Repository
     assert left_out.name == "training_args.bin"
     assert "TrainingArguments" in left_out.reason
     assert "optim" in repo.load(imported)
+
+
+def test_a_deque_in_a_part_is_named_and_left_out(repo: Repository, tmp_path: Path) -> None:
+    trainer_folder(tmp_path / "state", with_arguments=False)
+    torch.save({"losses": deque([1.0])}, tmp_path / "state" / "scheduler.pt")
+    (left_out,) = repo.import_file(tmp_path / "state").left_out
+    assert left_out.name == "scheduler.pt"
+    assert "collections.deque" in left_out.reason
 
 
 def test_every_state_of_an_accelerate_folder_comes_in(repo: Repository, tmp_path: Path) -> None:
