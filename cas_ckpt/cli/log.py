@@ -83,15 +83,8 @@ def log(
     if reverse and graph:
         raise click.UsageError("--reverse or --graph, not both")
     is_range = any(".." in revision or revision.startswith("^") for revision in revisions)
-    if not (
-        len(revisions) > 1
-        or is_range
-        or reverse
-        or all_refs
-        or show_signature
-        or settings.index
-        or any(conditions.values())
-    ):
+    limited = is_range or any(conditions.values())
+    if not (len(revisions) > 1 or limited or reverse or all_refs or show_signature or settings.index):
         quick = quick_log(settings.place(), *revisions, limit=limit, first_parent=first_parent)
         if quick is not None:
             _show(settings, quick.commits, quick.names, {}, oneline=oneline, graph=graph)
@@ -110,7 +103,7 @@ def log(
         why = f"the push at {utc(failure.time_s)} UTC failed: {escaped(failure.reason)}"
         click.echo(f"cas-ckpt: commits are not at {escaped(tier)} yet: {why}", err=True)
     if not commits and limit != 0 and not settings.quiet and not settings.json:
-        click.echo("no such commits" if any(conditions.values()) else "no commits yet", err=True)
+        click.echo("no such commits" if limited else "no commits yet", err=True)
     if whole is not None:
         commits = thinned(whole, commits)
     _show(settings, commits, names, signed, oneline=oneline, graph=graph)

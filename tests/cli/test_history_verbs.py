@@ -88,6 +88,7 @@ def test_a_log_shows_the_commits_that_meet_its_conditions(place: Path, words: li
 
 def test_a_log_without_a_hit_says_so(place: Path) -> None:
     assert call("-C", place, "log", "--author", "nobody").err == "no such commits\n"
+    assert call("-C", place, "log", "main..main").err == "no such commits\n"
 
 
 def test_a_condition_of_another_form_is_an_error_of_usage(place: Path) -> None:

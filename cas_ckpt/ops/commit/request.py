@@ -299,7 +299,7 @@ def capture_provenance(given: Mapping[str, Any], command: Sequence[str], folder:
 
 
 _NO_SECRET = re.compile(r"tokeni[sz]|tokens", re.IGNORECASE)
-_OPTION = re.compile(r"-{0,2}([A-Za-z][\w.-]*)(=?)")
+_OPTION = re.compile(r"[-+]{0,2}([A-Za-z][\w.-]*)(=?)")
 _KEY_OF_SERVICE = re.compile(
     r"(?<!\w)((sk|xox[a-z]|glpat)-|gh[a-z]_|github_pat_|hf_|AKIA|ASIA|eyJ|bearer\s+)[\w.~+/=-]{12,}", re.IGNORECASE
 )

@@ -114,6 +114,7 @@ def test_provenance_is_kept_when_it_is_asked_for(repo: RepositoryHandle, monkeyp
         ("--password Y --lr 0.1", "--password *** --lr 0.1"),
         ("--db.passwd -Y", "--db.passwd ***"),
         ("logger.wandb_api_key=X", "logger.wandb_api_key=***"),
+        ("+logger.wandb_api_key=X ++db.password=Y", "+logger.wandb_api_key=*** ++db.password=***"),
         ("--hf_token X", "--hf_token ***"),
         ("--use-token --lr 1", "--use-token --lr 1"),
         ("--run-with sk-proj-0123456789abcdef", "--run-with ***"),
