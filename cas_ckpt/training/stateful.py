@@ -270,11 +270,11 @@ def module_versions(state: Any) -> dict[str, int] | None:
     """The versions in a module's state that are not 1, by the names of the modules; None of another state."""
     if not is_module_state(state) or not isinstance(state._metadata, Mapping):
         return None
-    found = {
-        name: about.get("version")
-        for name, about in state._metadata.items()
+    names = _names_in_keys(state, state._metadata)
+    found = {  # of a wrapper and the module in it, which have one name, the module comes later
+        name: about.get("version") for name, about in zip(names, state._metadata.values(), strict=True)
         if isinstance(name, str) and isinstance(about, Mapping)
-    }
+    }  # fmt: skip
     return {name: number for name, number in found.items() if type(number) is int and 0 <= number != 1}
 
 
@@ -290,11 +290,34 @@ def tell_versions(state: Any, stored: Mapping[str, int], keys: Collection[Any]) 
     left = set(map(str, state)) - given
     within = _modules_of(map(str, keys))
     kept = (_modules_of(left).keys() - within) | ({*map(_module_of, left)} - {*map(_module_of, given)})
+    known = {name: number for name, number in {**within, **stored}.items() if name not in kept}
     told = OrderedDict(getattr(state, "_metadata", ()))
-    for name, number in {**within, **stored}.items():
-        if name not in kept:
+    called = dict(zip(told, _names_in_keys(state, told), strict=True))
+    for name in {**told, **known}:
+        number = known.get(called.get(name, name))
+        if number is not None:
             told[name] = {**told.get(name, {}), "version": number}
     state._metadata = told
+
+
+def _names_in_keys(state: Mapping[Any, Any], names: Iterable[Any]) -> list[Any]:
+    """What the keys of a module's state call its modules.
+
+    Hooks of wrappers, and torch's `get_model_state_dict`, leave the names of wrappers out of the keys alone.
+    """
+    names = list(names)
+    if not any(isinstance(name, str) and not WRAPPERS.isdisjoint(name.split(".")) for name in names):
+        return names
+    modules, found = _modules_of(map(str, state)), []
+    for name in names:
+        called = name
+        if isinstance(name, str):
+            called = ""
+            for part in name.split("."):
+                longer = f"{called}.{part}" if called else part
+                called = called if part in WRAPPERS and longer not in modules else longer
+        found.append(called)
+    return found
 
 
 def _module_of(key: str) -> str:

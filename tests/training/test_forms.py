@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from cas_ckpt import MismatchError, PerRank, Repository, StateDict
 from cas_ckpt.core.records import commit_of
@@ -162,6 +164,37 @@ def test_a_module_of_which_nothing_is_restored_keeps_its_version(keys: str, doub
         repo.commit({"model": nested(Older)})
         repo.checkout("main", into={"model": model}, keys=keys)
     assert {name for name, each in model.named_modules() if each.weight[0] == 2.0} == doubled
+
+
+def sequence(part: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.ReLU(), part)
+
+
+WRAPPED: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "in it": lambda part: sequence(checkpoint_wrapper(part)),
+    "around it": lambda part: checkpoint_wrapper(sequence(part)),
+    "compiled": lambda part: torch.compile(sequence(part)),
+    "both": lambda part: torch.compile(sequence(checkpoint_wrapper(part))),
+    "no wrapper": lambda part: torch.nn.ModuleDict({"module": sequence(part)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # of torch.compile
+@pytest.mark.parametrize("of", [lambda model: model, get_model_state_dict], ids=["module", "get_model_state_dict"])
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_wrappers_that_are_in_no_key_are_in_no_name_of_a_version(wrapped: str, of: Callable[[Any], Any]) -> None:
+    """Neither are those that `get_model_state_dict` leaves out of the keys."""
+    make = WRAPPED[wrapped]
+    bare = make if wrapped == "no wrapper" else sequence
+    with repository() as repo:
+        for saved in (Old(1.0), Doubling(2.0)):
+            repo.commit({"model": of(make(saved))})
+            for target in (make(Doubling()), bare(Doubling())):
+                repo.checkout("main", into={"model": target})
+                assert next(target.parameters())[0] == 2.0
+            target = bare(Doubling())
+            target.load_state_dict(repo.load("main")["model"])
+            assert next(target.parameters())[0] == 2.0
 
 
 def test_ranks_say_of_their_own_modules_and_tensors_what_they_were(tmp_path: Path) -> None:
