@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.errors import NotFoundError
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
-from cas_ckpt.objects.layouts import decode_layout
+from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.nodes import (
     LineageEdge,
     Node,
@@ -220,6 +220,17 @@ def commit_of(handle: RepositoryHandle, digest: Digest) -> CommitRow:
     except NotFoundError as error:
         raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
     return commit_row(digest, data)
+
+
+def layout_of(handle: RepositoryHandle, row: CommitRow) -> LayoutObject:
+    """What the commit says of its state besides the content.
+
+    Raises:
+        CorruptionError: it names no layout, or that is damaged. NotFoundError: it is not there.
+    """
+    if row.layout is None:
+        raise CorruptionError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
+    return decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
 
 
 def log_rows(

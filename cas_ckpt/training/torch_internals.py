@@ -87,10 +87,11 @@ OVERRIDDEN = ("_stage_untyped_storage", "_offload_tensor", "_deepcopy_dispatch")
 SAVE, ASYNC_SAVE, INNER_SAVE, INNER_LOAD = "save", "async_save", "_save_state_dict", "_load_state_dict"
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
-    f"{_DCP}.state_dict_saver.{SAVE}": (),
+    f"{_DCP}.state_dict_saver.{SAVE}": ("state_dict",),
     f"{_DCP}.state_dict_saver.{ASYNC_SAVE}": ("upload_future",),
     f"{_DCP}.state_dict_saver.{INNER_SAVE}": ("planner", "storage_writer", "state_dict"),
-    f"{_DCP}.state_dict_loader.{INNER_LOAD}": (),
+    f"{_DCP}.state_dict_loader.load": ("state_dict",),
+    f"{_DCP}.state_dict_loader.{INNER_LOAD}": ("state_dict",),
 }
 """Functions of DCP that call our writers and readers, and variables that they have. Whoever asks for one that is gone
 gets None, and does without (dcp/storage/writer.py)."""

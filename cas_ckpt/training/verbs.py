@@ -21,15 +21,14 @@ import msgpack
 import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head, head_with_part
 from cas_ckpt.core.revisions import Revision, revision_text
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.layouts import LayoutObject, decode_layout
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (
@@ -215,7 +214,7 @@ def _restore(
     with naming_forgotten(handle, root):
         tree = with_values(handle, tree, allow_pickle=allow_pickle)
     plan = plan_restore(
-        into, tree, strict=strict, keys=keys, layout=partial(_layout, handle, row), rank=peers.rank,
+        into, tree, strict=strict, keys=keys, layout=partial(layout_of, handle, row), rank=peers.rank,
         world_size=peers.size,
     )  # fmt: skip
     unexpected, copies = plan.unexpected, plan.copies
@@ -300,7 +299,7 @@ def load_state(
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         with naming_forgotten(handle, root):
             tree = with_values(handle, tree, allow_pickle=allow_pickle)
-            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, layout=_layout(handle, row))
+            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, layout=layout_of(handle, row))
     return loaded
 
 
@@ -319,13 +318,6 @@ def _device(given: Any) -> torch.device:
             f"no tensor can be put on the device {shown_value(given)} ({reason}): "
             "give the name of one, e.g. 'cpu' or 'cuda:0'"
         ) from error
-
-
-def _layout(handle: RepositoryHandle, row: CommitRow) -> LayoutObject:
-    """What the commit says of its state besides the content."""
-    if row.layout is None:
-        raise CorruptionError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
-    return decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
 
 
 def read_entry(

@@ -17,20 +17,26 @@ does. Must not know planners.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import MismatchError
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, param_names
 from cas_ckpt.training.restore.materialize import NewObjects
-from cas_ckpt.training.torch_internals import TRAVERSE, private
+from cas_ckpt.training.stateful import is_module_state
+from cas_ckpt.training.torch_internals import TRAVERSE, private, variables
+
+MOST_FRAMES = 12
+"""Calls between `dcp.save` or `dcp.load`, which has the state as it was given, and a hook of ours that looks for it."""
 
 FlatPaths: TypeAlias = Mapping[str, Path]
 """DCP's mapping: flat name -> path of text and list places."""
@@ -230,12 +236,47 @@ def is_plain_tensor(item: Any) -> bool:
     return isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH
 
 
-def stored_object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
-    """What is at `path`, new: of an item, of a list of items, or a part of a longer value."""
+def stored_object(
+    handle: RepositoryHandle, item: Any, path: Path, layout: Callable[[], LayoutObject] = LayoutObject
+) -> Any:
+    """What is at `path`, new: of an item, of a list of items, or a part of a longer value.
+
+    Args:
+        layout: Gives that of the commit.
+    """
     if isinstance(item, ValueItem):
         return item.value
     if isinstance(item, list):  # one without tensors and mappings, which is one value to DCP
-        return [stored_object(handle, each, (*path, number)) for number, each in enumerate(item)]
+        return [stored_object(handle, each, (*path, number), layout) for number, each in enumerate(item)]
     if not isinstance(item, Container | StoredTensor):
         return item  # part of a longer value
-    return NewObjects().filled(item, path, partial(fetch_tensors, handle, unseen=True))
+    made = NewObjects(layout=layout()) if isinstance(item, Container) else NewObjects()
+    return made.filled(item, path, partial(fetch_tensors, handle, unseen=True))
+
+
+# --- states of modules: DCP flattens them, their versions are attributes that it does not look at ------
+
+
+def state_given(frame: FrameType | None) -> Mapping[str, Any]:
+    """The state that DCP saves or loads, in one of these frames.
+
+    Where that is the state of a module alone, DCP makes a plain dict of it: this is what the caller has.
+    """
+    found = (state for state in variables(frame, "state_dict", most_frames=MOST_FRAMES) if isinstance(state, Mapping))
+    inner: Mapping[str, Any] = next(found, {})
+    for state in found:
+        if is_module_state(state) and state.keys() == inner.keys() and all(state[key] is inner[key] for key in inner):
+            return state
+    return inner
+
+
+def module_states(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The states of modules in a state, and where they are in DCP's form."""
+    if is_module_state(value):
+        yield path, value
+    if isinstance(value, Mapping):
+        for name, child in value.items():
+            yield from module_states(child, (*path, str(name)))
+    elif isinstance(value, list):
+        for place, child in enumerate(value):
+            yield from module_states(child, (*path, place))

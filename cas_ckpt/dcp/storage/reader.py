@@ -23,8 +23,9 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -45,18 +46,19 @@ from torch.futures import Future
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
-from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.records import commit_of, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.group import RepositoryPlace
-from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, stored_object
+from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, module_states, state_given, stored_object
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import (
     RANKS,
@@ -73,6 +75,7 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
+from cas_ckpt.training.stateful import tell_versions
 from cas_ckpt.training.torch_internals import CHUNK_LIST, INNER_LOAD, calling, private
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -98,9 +101,21 @@ class Catalog:
         stored = load_tree(handle, Digest(row.root))
         with naming_forgotten(handle, Digest(row.root)):
             tree = with_values(handle, stored, allow_pickle=allow_pickle)
-        self.commit = row.digest.hex()
+        self.commit, self._row = row.digest.hex(), row
         self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
         self.optimizers = StoredOptimizers(self.items)
+        self._layout: LayoutObject | None = None
+
+    def layout(self, handle: RepositoryHandle) -> LayoutObject:
+        """What the commit says of its state besides the content; read when it is asked for.
+
+        Raises:
+            CorruptionError, NotFoundError.
+        """
+        if self._layout is None:
+            with naming_forgotten(handle, Digest(self._row.root)):
+                self._layout = layout_of(handle, self._row)
+        return self._layout
 
     def entry(self, name: str) -> tuple[Path, Any] | None:
         """What a target calls `name`: its path, and the item; None if there is no such thing."""
@@ -166,9 +181,9 @@ class Catalog:
                     render_key(path), made_by, world_size,
                 )  # fmt: skip
                 return None
-            item = item.children[rank]
+            item, path = item.children[rank], (*path, rank)
         stream = io.BytesIO()
-        torch.save(_with_streams(stored_object(handle, item, path), own), stream)
+        torch.save(_with_streams(stored_object(handle, item, path, partial(self.layout, handle)), own), stream)
         stream.seek(0)
         return stream
 
@@ -315,6 +330,8 @@ class CasStorageReader(StorageReader):
             _check_cover(plan, target)
             _check_memory(reads)
             values = self._values(handle, catalog, plan, target)
+            modules = {_start(path): state for path, state in module_states(state_given(sys._getframe(1)))}
+            versions = catalog.layout(handle).versions if modules else {}
             wait_for_devices({read.found.device for read in reads})
             copies = [read.copy for read in reads if read.box.num_elements]
             fetch_tensors(
@@ -325,6 +342,8 @@ class CasStorageReader(StorageReader):
                 planner.commit_tensor(read.item, read.found)
             for item, stream in values:
                 planner.load_bytes(item, stream)
+            filled = [*(read.item for read in reads), *(item for item, _ in values)] if versions else []
+            _tell_versions(modules, versions, {item.dest_index.fqn for item in filled})
             handle.head = Head(catalog.branch, catalog.commit)
         done: Future[None] = Future()
         done.set_result(None)
@@ -410,6 +429,29 @@ class _TensorRead:
     box: Box
     found: torch.Tensor
     copy: TensorCopy
+
+
+def _start(path: Path) -> str:
+    """What DCP's names of all that is below `path` begin with."""
+    return "".join(f"{name}." for name in path)
+
+
+def _tell_versions(
+    modules: Mapping[str, Any], versions: Mapping[str, Mapping[str, int]], filled: Collection[str]
+) -> None:
+    """Say in the states of `modules`, which their modules are about to load, which versions these are from.
+
+    Args:
+        modules: By the start of DCP's names.
+        versions: Of the commit, by key.
+        filled: DCP's names of what was loaded: the rest of a state keeps its versions.
+    """
+    for key, found in versions.items():
+        start = _start(parse_key(key))
+        state = modules.get(start, {})
+        loaded = [name for name in state if f"{start}{name}" in filled]
+        if loaded:
+            tell_versions(state, found, loaded)
 
 
 def _of(plan: LoadPlan, kind: LoadItemType) -> Iterable[ReadItem]:

@@ -47,11 +47,14 @@ class RankPart:
     members: tuple[int, ...] | None = None
     allow_pickle: bool = False
 
-    def tree_of(self, plan: SavePlan, planner: SavePlanner) -> tuple[Container, dict[str, Path]]:
+    def tree_of(
+        self, plan: SavePlan, planner: SavePlanner, versions: Mapping[Path, Mapping[str, int]]
+    ) -> tuple[Container, dict[str, Path]]:
         """This rank's tree, and the path in it of every flat name.
 
         Args:
             plan: The final plan of this rank.
+            versions: Of modules, by where their states are in DCP's form.
         Raises:
             UnsupportedValueError: something that cannot be expressed. MismatchError: the planner
                 resolves an item to something other than planned, or plans what it does not have.
@@ -77,6 +80,8 @@ class RankPart:
         paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
         for name, items in pieces.items():
             _graft(tree, paths[name], _item_of_pieces(items, planner, self.rank, paths[name]))
+        for path, found in versions.items():
+            tree = _with_versions(tree, path, found)
         return tree, paths
 
 
@@ -187,6 +192,16 @@ def _graft(tree: Container, path: Path, item: TensorItem) -> None:
             raise MismatchError(f"{render_key(path)}: there is a plain value above it")
         at = below
     at.children[path[-1]] = item
+
+
+def _with_versions(item: Container, path: Path, versions: Mapping[str, int]) -> Container:
+    """`item`, in which what is at `path`, if there is something of it, is the state of modules of these versions."""
+    if not path:
+        return replace(item, versions=versions)
+    below = item.children.get(path[0])
+    if isinstance(below, Container):
+        item.children[path[0]] = _with_versions(below, path[1:], versions)
+    return item
 
 
 # --- planners: DCP's own, with what its flat form loses; optional, stock planners work as well --

@@ -57,6 +57,7 @@ from cas_ckpt.dcp.storage.group import (
     wait_for_saves,
     world_size,
 )
+from cas_ckpt.dcp.storage.names import MOST_FRAMES, module_states, state_given
 from cas_ckpt.dcp.storage.staging import stage_state
 from cas_ckpt.dcp.storage.tree import RankPart
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, PeerError
@@ -64,6 +65,7 @@ from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck, checked_fields
 from cas_ckpt.ops.refs import create_tag
+from cas_ckpt.training.stateful import module_versions
 from cas_ckpt.training.torch_internals import ASYNC_SAVE, SAVE, calling, variables
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
 
@@ -71,9 +73,6 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 DEFAULT_TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
-
-_MOST_FRAMES_OF_A_SAVE = 12
-"""Calls between `dcp.save`, which has the state as it was staged, and the hook of a writer that comes first."""
 
 _MOST_FRAMES = 3
 """Calls between DCP, which has the planner or the future, and a writer's hook that looks for it."""
@@ -111,12 +110,17 @@ class _Begun(threading.local):
 
 @dataclass(slots=True)
 class _Save:
-    """One save, as this rank's hooks see it."""
+    """One save, as this rank's hooks see it.
+
+    Attributes:
+        versions: Of modules, by where DCP has their states; it does not look at them.
+    """
 
     coordinates: bool
     collective: bool
     tag: str | None
     turns: Turns
+    versions: Mapping[Path, Mapping[str, int]]
     num_plans: int | None = None
     commit: CommitInfo | None = None
 
@@ -319,8 +323,10 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             turns = self._turns(handle)
         if background is not None:
             background.turns = turns
+        states = module_states(state_given(sys._getframe(1)))
+        versions = {path: found for path, state in states if (found := module_versions(state)) is not None}
         turns.plan(number)
-        save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), tag, turns)
+        save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), tag, turns, versions)
         self._saves[threading.get_ident()] = save
         watch_finish_plan(self, lambda error: self._report(save, error))
 
@@ -399,7 +405,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """The save whose state, as it was staged, DCP has in one of these frames, in the thread that saves it."""
         if not self._to_come:
             return None
-        for state in variables(frame, "state_dict", most_frames=_MOST_FRAMES_OF_A_SAVE):
+        for state in variables(frame, "state_dict", most_frames=MOST_FRAMES):
             for each in list(self._to_come):
                 if each.staged is state is not None:
                     return each
@@ -437,7 +443,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         peers = self._peers(save)
         with collective_errors(peers), self._place.opened() as handle:
             part = RankPart(peers.rank, peers.size, self._members, allow_pickle=self._request.allow_pickle)
-            tree, paths = part.tree_of(plan, planner)
+            tree, paths = part.tree_of(plan, planner, save.versions)
             branch = self._request.branch
             if self._place.brought is not None and branch is not None and branch_target(handle, branch) is not None:
                 handle.head = Head(branch)  # saves of this process may have led there since
