@@ -171,7 +171,7 @@ def unpushed_by_tier(handle: RepositoryHandle, refs: Iterable[Ref] | None = None
     if not tiers:
         return {}
     refs = list(handle.refs.list(RefKind.BRANCH, RefKind.REMOTE) if refs is None else refs)
-    graph = read_graph(handle)
+    graph = graph_behind(handle, [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None])
     return {tier.name: unpushed_commits(graph, refs, [tier]) for tier in tiers}
 
 

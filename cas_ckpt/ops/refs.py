@@ -29,7 +29,7 @@ from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.config import read_config, require_there
 from cas_ckpt.core.create import change_default_branch
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph, unpushed_commits
+from cas_ckpt.core.live import graph_behind, unpushed_commits
 from cas_ckpt.core.publish import branch_target, publish_ref, take_away
 from cas_ckpt.core.records import log_rows_in_pieces
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_new_name, check_note, default_author, new_move
@@ -125,7 +125,7 @@ def _left_behind(handle: RepositoryHandle, seen: _Seen, name: str, target: Diges
     tiers, refs = seen
     if not tiers:
         return {}
-    graph = read_graph(handle)
+    graph = graph_behind(handle, [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None])
     after = [replace(ref, target=target) if ref.kind is RefKind.BRANCH and ref.name == name else ref for ref in refs]
     counts = {
         tier.name: len(unpushed_commits(graph, refs, [tier]) - unpushed_commits(graph, after, [tier])) for tier in tiers

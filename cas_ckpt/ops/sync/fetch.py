@@ -32,7 +32,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.opened import opened, require_whole
 from cas_ckpt.ops.sync.rebase import rebase as rebase_branch
 from cas_ckpt.ops.sync.remotes import FETCH_HEAD, ORIGIN, add_remote, check_promisor, is_wanted, remote_named
-from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, hex_of, send
+from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, graph_of_both, hex_of, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
@@ -238,9 +238,9 @@ def _standing(handle: RepositoryHandle, source: RepositoryHandle, ours: Digest |
     """What a pull does to the branch at `ours`; REBASED: each side has commits that the other has not."""
     if ours is None or ours == theirs:
         return Moved.NEW if ours is None else Moved.SAME
-    if ours in graph_with(source, [theirs]).reached([theirs]):
+    if ours in graph_of_both(source, handle, [theirs]).reached([theirs]):
         return Moved.FORWARD
-    return Moved.SAME if theirs in read_graph(handle).reached([ours]) else Moved.REBASED
+    return Moved.SAME if theirs in graph_with(handle, [ours]).reached([ours]) else Moved.REBASED
 
 
 def clone(

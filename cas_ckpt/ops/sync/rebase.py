@@ -17,7 +17,7 @@ from dataclasses import replace
 from cas_ckpt.core.completeness import require_complete
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph
+from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CONTINUED_FROM
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import NotFoundError
@@ -57,7 +57,7 @@ def rebase(handle: RepositoryHandle, branch: str, ours: Digest, theirs: Digest) 
 
 def _own_commits(handle: RepositoryHandle, ours: Digest, theirs: Digest) -> list[Digest]:
     """The commits to be made anew, the eldest first."""
-    graph = read_graph(handle)
+    graph = graph_with(handle, [ours, theirs])
     there = graph.reached([theirs])
     found: list[Digest] = []
     at: bytes | None = ours

@@ -196,6 +196,18 @@ def send(
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times at {target.store.url} meanwhile: try again")
 
 
+def graph_of_both(source: RepositoryHandle, target: RepositoryHandle, tips: Sequence[Digest]) -> Graph:
+    """Commits that the source has, and of a source that begins in the middle of history those of the target.
+
+    Raises:
+        NotFoundError: the source lacks one of `tips`.
+    """
+    graph = graph_with(source, tips)
+    if graph.reached(tips) <= graph.commits.keys():
+        return graph
+    return CommitGraph({**read_graph(target).commits, **graph.commits})
+
+
 @dataclass(slots=True)
 class _Sending:
     """One `send`, whose report adds up over its attempts."""
@@ -222,7 +234,7 @@ class _Sending:
     def attempt(self) -> SyncReport:
         """s1 to s6."""
         tips = [update.target for update in self.updates if update.target is not None]
-        graph = self._graph(tips)
+        graph = graph_of_both(self.source, self.target, tips)
         heads = {update.key: self._head(update) for update in self.updates}
         for update in self.updates:
             self._judge(update, heads[update.key], graph)
@@ -297,13 +309,6 @@ class _Sending:
             return self.target.refs.get(update.kind, update.name)
         except NotFoundError:
             return None
-
-    def _graph(self, tips: Sequence[Digest]) -> Graph:
-        """Commits that the source has, and of a source that begins in the middle of history those of the target."""
-        graph = graph_with(self.source, tips)
-        if graph.reached(tips) <= graph.commits.keys():
-            return graph
-        return CommitGraph({**read_graph(self.target).commits, **graph.commits})
 
     # --- refs ---------------------------------------------------------------------------------
 

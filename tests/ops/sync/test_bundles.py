@@ -22,6 +22,7 @@ from cas_ckpt.objects.digest import seal
 from cas_ckpt.ops.sync import bundle_file
 from cas_ckpt.ops.sync.bundle import read_bundle
 from cas_ckpt.ops.sync.bundle_file import BundleStore
+from cas_ckpt.ops.sync.send import Moved
 from tests.builders import commit, numbers, weights
 from tests.cli.running import call, ok
 from tests.ops.sync.test_push_and_pull import require_same, require_sound
@@ -214,6 +215,20 @@ def test_a_bundle_is_fetched_pulled_and_cloned_like_a_repository(here: Repositor
     with pytest.raises(NotFoundError, match="continues from commit"):
         Repository.clone(second, tmp_path / "fifth")
     assert not (tmp_path / "fifth").exists()
+
+
+@pytest.mark.parametrize("rebase", [False, True])
+def test_a_branch_behind_what_a_bundle_continues_from_goes_forward(
+    here: Repository, tmp_path: Path, rebase: bool
+) -> None:
+    with Repository.clone(here.url, tmp_path / "clone") as clone:
+        clone.branch("main", start="main~2", force=True)
+        commit(here._handle, {"w": weights(9)})
+        here.create_bundle(tmp_path / "last.bundle", "main", since=["main~1"])
+        for dry_run in (True, False):
+            report = clone.pull(tmp_path / "last.bundle", rebase=rebase, dry_run=dry_run)
+            assert report.refs[-1].how is Moved.FORWARD
+        require_same(here._handle, clone._handle, "main")
 
 
 def test_a_damaged_bundle_is_refused_by_fetch_and_clone(here: Repository, tmp_path: Path) -> None:

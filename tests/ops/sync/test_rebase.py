@@ -117,6 +117,16 @@ def test_a_branch_that_moves_meanwhile_is_left_where_it_went(apart: Pair) -> Non
     assert apart.here.resolve("main") == head
 
 
+def test_commits_that_another_host_made_meanwhile_are_made_anew_too(apart: Pair) -> None:
+    with Repository.open(apart.here.url, index_url=":memory:") as pulling:
+        pulling.fetch()
+        for step in (3, 4):
+            commit(apart.ours, items(step), message=f"ours {step}")
+        pulling.pull(rebase=True)
+    messages = [info.message for info in apart.here.log("main")]
+    assert messages == ["ours 4", "ours 3", "ours 2", "ours 1", "theirs", "base"]
+
+
 def test_a_pull_from_a_place_without_a_name_is_rebased_too(apart: Pair) -> None:
     apart.here.pull(apart.there.url, rebase=True)
     assert [info.message for info in apart.here.log("FETCH_HEAD..main", reverse=True)] == ["ours 1", "ours 2"]

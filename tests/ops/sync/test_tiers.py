@@ -372,3 +372,24 @@ def test_commits_that_are_whole_at_the_tier_are_given_up_though_others_are_not(t
     here.push_pending("origin")
     there.forget(revisions=[ids[0]], gc=True)
     assert here.forget(Policy(keep_last=1), verify_tier=True).forgotten == (ids[1],)
+
+
+def test_what_another_host_committed_on_top_hides_nothing_that_a_tier_lacks(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    ids = [commit(here._handle, {"w": weights(step)}).id for step in range(3)]
+    with Repository.open(tmp_path / "here", index_url=":memory:") as other:
+
+        def refused(why: str) -> None:
+            other.resolve(ids[2])  # its index has them, and not the next one
+            commit(here._handle, {"w": weights(9)})
+            with pytest.raises(InvalidInputError, match=why):
+                other.forget(revisions=[ids[0]])
+
+        refused("not at origin yet")
+        commit(here._handle, {"w": weights(7)}, branch="ft")
+        with pytest.raises(ConflictError, match="1 commits that are not at origin yet"):
+            other.delete_branch("ft")
+        here.push_pending("origin")
+        _collect(tmp_path, there)
+        refused("forgotten at origin, too")
