@@ -62,7 +62,7 @@ bench-ranks: $(BENCH)/$(STAMP)
 	$(BENCH)/bin/python -m benchmarks.ranks $(ARGS)
 
 oldest: $(OLDEST)/$(STAMP)
-	$(OLDEST)/bin/python -m pytest $(ARGS)
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 newest: $(NEWEST)/$(STAMP)
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
