@@ -11,9 +11,10 @@ import click
 from cas_ckpt.cli.command import Settings, flag, verb
 from cas_ckpt.cli.output import echo_json, escaped, subject, table
 from cas_ckpt.cli.signing import asked_key, sign_option
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
-from cas_ckpt.ops.history.quick_log import quick_log, quick_tags
+from cas_ckpt.ops.history.quick_log import quick_refs, quick_resolve
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.sync.remotes import Tracked
@@ -80,6 +81,8 @@ def branch(
         raise click.UsageError("--default takes one name, and nothing else")
     if words and listed:
         raise click.UsageError("-a, -r and -v list branches: they take no NAME")
+    if not (words or listed or delete or undelete or move or default) and _listed_quickly(settings, RefKind.BRANCH):
+        return
     with settings.open() as repo:
         if default is not None:
             digest = repo.set_default_branch(default)
@@ -143,10 +146,7 @@ def tag(
         raise click.UsageError("which tag is to be signed?")
     if annotate and not message:
         raise click.UsageError("an annotated tag needs a message: -m TEXT")
-    tags = None if words or delete or undelete or move or settings.index else quick_tags(settings.place())
-    if tags is not None:
-        notes = {name: note for name, _, note in tags}
-        _list(settings, {name: target for name, target, _ in tags}, marked=None, notes=notes)
+    if not (words or delete or undelete or move) and _listed_quickly(settings, RefKind.TAG):
         return
     with settings.open() as repo:
         if delete or undelete or move:
@@ -214,10 +214,9 @@ def unpin(settings: Settings, names: tuple[str, ...], dry_run: bool) -> None:
 @click.pass_obj
 def resolve(settings: Settings, revision: str) -> None:
     """Print the whole id of the commit that REVISION stands for."""
-    named = () if revision == "HEAD" else (revision,)
-    quick = None if settings.index else quick_log(settings.place(), *named, limit=1)
+    quick = None if settings.index else quick_resolve(settings.place(), None if revision == "HEAD" else revision)
     if quick is not None:
-        digest = quick.commits[0].id
+        digest = quick.hex()
     else:
         with settings.open() as repo:
             digest = repo.resolve(revision)
@@ -233,6 +232,18 @@ def _name_and_revision(words: Sequence[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise click.UsageError(f"wanted a name and a revision, found {len(words)} words")
     return words[0], words[1] if len(words) == 2 else "HEAD"
+
+
+def _listed_quickly(settings: Settings, kind: RefKind) -> bool:
+    """Print the branches or tags, if that can be done without opening the repository."""
+    found = None if settings.index else quick_refs(settings.place())
+    if found is None:
+        return False
+    refs = [ref for ref in found[1] if ref.kind is kind]
+    marked = found[0] if kind is RefKind.BRANCH else None
+    names = {ref.name: ref.target.hex() for ref in refs if ref.target is not None}
+    _list(settings, names, marked=marked, notes={ref.name: ref.note for ref in refs})
+    return True
 
 
 def _list(

@@ -21,7 +21,7 @@ from cas_ckpt.cli.log import names_of_commits
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.ops.history.quick_log import quick_log
-from tests.builders import commit
+from tests.builders import commit, new_repository
 from tests.cli.running import ROOT, call, environment
 
 NOON = 1_795_262_400.0
@@ -214,21 +214,41 @@ def test_a_log_of_nothing_a_url_and_what_is_no_name_are_asked_the_whole_way(tmp_
     assert quick_log(str(tmp_path / "none")) is None
 
 
-def test_a_plain_log_imports_nothing_heavy(tmp_path: Path) -> None:
-    place = grown(tmp_path / "repo", 0, commits=8, merges=False)
-    lines = [f"-C {place} log", f"-C {place} log -n 2 main", "--version", f"-C {place} resolve", f"-C {place} tag"]
-    lines.append(f"-C {place} resolve main")
+def test_a_plain_log_imports_nothing_heavy_and_lists_of_refs_less(tmp_path: Path) -> None:
+    place, new = grown(tmp_path / "repo", 0, commits=8, merges=False), tmp_path / "new"
+    new_repository(new).close()
+    logs = [f"-C {place} log", f"-C {place} log -n 2 main", "--version"]
+    of_refs = [*(f"-C {place} {line}" for line in ("resolve", "tag", "resolve main", "branch")), f"-C {new} tag"]
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.cli.starting", tmp_path], input=json.dumps(lines), cwd=ROOT, env=environment(),
-        capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-m", "tests.cli.starting", tmp_path], input=json.dumps([*logs, *of_refs]), cwd=ROOT,
+        env=environment(), capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    for each in json.loads(ran.stdout):
+    for line, each in zip([*logs, *of_refs], json.loads(ran.stdout), strict=True):
         assert each["code"] == 0
-        assert not {"sqlalchemy", "numpy", "torch"}.intersection(each["modules"])
-    *_, head, tags, main = (each["out"] for each in json.loads(ran.stdout))
-    with Repository.open(place) as repo:
-        assert head == main == repo.resolve("main") + "\n"
-        assert tags.split() == ["v1", repo.resolve("v1")[:12]]
+        assert not {"sqlalchemy", "numpy", "torch"}.intersection(each["modules"]), line
+        assert line in logs or not {"sqlite3", "cas_ckpt.core.records"}.intersection(each["modules"]), line
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_refs_are_the_same_whether_the_repository_is_opened_or_not(
+    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cas_ckpt.core.publish.check_free", lambda *_: None)  # a branch and a tag of one name
+    with Repository.init(tmp_path / "repo") as repo:
+        for branch in () if is_new else ("main", "ft"):
+            repo.commit({"w": branch}, branch=branch)
+        for name in () if is_new else ("v1", "v0", "gone", "ft"):
+            repo.tag(name, "main", message="as released" if name == "v1" else "", force=True)
+        if not is_new:
+            repo.delete_tag("gone")
+            repo.set_default_branch("ft")
+    resolved = ("main", "v1", "ft", "nothing", "main~1", "refs/heads/main", "origin/main", "abcd", "HEAD", "@")
+    lines = ["branch", "tag", "--json branch", "--json tag", "resolve", *(f"resolve {name}" for name in resolved)]
+    quick = [call("-C", tmp_path / "repo", *line.split()) for line in lines]
+    for way in ("quick_refs", "quick_resolve"):
+        monkeypatch.setattr(f"cas_ckpt.cli.refs.{way}", lambda *_: None)
+    for line, found in zip(lines, quick, strict=True):
+        assert found == call("-C", tmp_path / "repo", *line.split()), line
 
 
 def test_a_plain_log_begins_at_the_branch_that_is_the_default_one_now(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The log of one branch or tag of a repository on local disk, without what takes long to import.
+"""The refs of a repository on local disk, and the log of one branch or tag, without what takes long to import.
 
 SQLAlchemy and what rests on it take longer to import than a log of thousands of commits takes to read, and a command
-line imports everything anew. So the plain case is answered here; whatever is in the least unusual is None, and then
-`Repository.log` is asked, which answers the same.
+line imports everything anew. So the plain cases are answered here; whatever is in the least unusual is None, and then
+`Repository` is asked, which answers the same. Who only looks at refs imports nothing of commits and of the index.
 
 Invariant: as for every log, heads come from the store, and history from an index that knows all that they lead to.
 """
@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cas_ckpt.core.config import INDEX_PATH, config_record, decode_config
-from cas_ckpt.core.forgotten import readable_forgotten
-from cas_ckpt.core.push_failures import TIERS_KEY
-from cas_ckpt.core.records import CommitInfo, info_from_row
 from cas_ckpt.core.ref_store import RefStore
-from cas_ckpt.core.refs import BY_NAME, RefKind, reads_as_id
-from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
+from cas_ckpt.core.refs import BY_NAME, Ref, RefKind, reads_as_id
 from cas_ckpt.errors import CkptError
-from cas_ckpt.index.log_reader import read_log
-from cas_ckpt.objects.digest import Digest
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import exists
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.records import CommitInfo
+    from cas_ckpt.objects.digest import Digest
 
 _PREFIXES = {RefKind.TAG: "tag: ", RefKind.PIN: "pin: "}
 
@@ -40,19 +39,34 @@ class QuickLog:
     names: dict[str, list[str]] = field(default_factory=dict)
 
 
-def quick_tags(place: str) -> list[tuple[str, str, str]] | None:
-    """Name, id of the commit and message of every tag, by name; None: open the repository and ask it."""
+def quick_refs(place: str) -> tuple[str, list[Ref]] | None:
+    """The default branch, and every ref that names a commit, by name; None: open the repository and ask it."""
     if "://" in place:
         return None
     store = FileStore(Path(place))
     try:
-        decode_config(config_record(store))
-        refs = sorted(RefStore(store).list(RefKind.TAG), key=lambda ref: ref.name)
-        return [(ref.name, ref.target.hex(), ref.note) for ref in refs if ref.target is not None] or None
+        default = decode_config(config_record(store)).default_branch
+        refs = [ref for ref in RefStore(store).list() if ref.target is not None]
     except CkptError:
         return None
     finally:
         store.close()
+    return default, sorted(refs, key=lambda ref: ref.name)
+
+
+def quick_resolve(place: str, revision: str | None = None) -> Digest | None:
+    """The commit that a branch or tag names, None: the default branch; None: open the repository and ask it."""
+    if revision is not None and reads_as_id(revision):
+        return None
+    found = quick_refs(place)
+    return None if found is None else _head(*found, revision)
+
+
+def _head(default: str, refs: list[Ref], revision: str | None) -> Digest | None:
+    """The commit that a name means, of one meaning; None: the default branch."""
+    kinds, name = ((RefKind.BRANCH,), default) if revision is None else (BY_NAME, revision)
+    found = [ref.target for ref in refs if ref.kind in kinds and ref.name == name]
+    return found[0] if len(found) == 1 else None
 
 
 def quick_log(
@@ -68,30 +82,31 @@ def quick_log(
     """
     if "://" in place or limit == 0 or (revision is not None and reads_as_id(revision)):
         return None
+    from cas_ckpt.core.forgotten import readable_forgotten
+    from cas_ckpt.core.push_failures import TIERS_KEY
+    from cas_ckpt.core.records import info_from_row
+    from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
+    from cas_ckpt.index.log_reader import read_log
+
     store = FileStore(Path(place))
     try:
         config = decode_config(config_record(store))
         if exists(store, SETTINGS_KEY) or exists(store, TIERS_KEY):  # an index elsewhere, tiers, remotes
             return None
-        names: dict[str, list[str]] = {}
-        targets: set[Digest] = set()
-        heads: dict[str, Digest] = {}
-        for ref in RefStore(store).list():
-            if ref.target is None:
-                continue
-            targets.add(ref.target)
-            names.setdefault(ref.target.hex(), []).append(_PREFIXES.get(ref.kind, "") + ref.name)
-            if ref.kind is RefKind.BRANCH or (revision is not None and ref.kind in BY_NAME):
-                if ref.name == revision in heads:  # of two meanings
-                    return None
-                heads[ref.name] = ref.target
-        head = heads.get(config.default_branch if revision is None else revision)
+        refs = [ref for ref in RefStore(store).list() if ref.target is not None]
+        head = _head(config.default_branch, refs, revision)
         if head is None:
             return None
         place_of_index = store.root / INDEX_PATH
         rows = read_log(place_of_index, head, store_id=config.store_id, limit=limit, first_parent=first_parent)
         if rows is None:
             return None
+        names: dict[str, list[str]] = {}
+        targets: set[Digest] = set()
+        for ref in refs:
+            if ref.target is not None:
+                targets.add(ref.target)
+                names.setdefault(ref.target.hex(), []).append(_PREFIXES.get(ref.kind, "") + ref.name)
         forgotten = readable_forgotten(store) - targets
         commits = [
             info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored_us) for row, restored_us in rows
