@@ -59,13 +59,16 @@ def test_a_collection_that_has_no_space_for_copies_still_deletes_what_is_dead() 
     state.finish()
 
 
+@pytest.mark.parametrize("options", [EAGER, THOROUGH], ids=["eager", "thorough"])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_a_delete_that_is_denied_leaves_the_collection_to_the_next_one(k: int) -> None:
+def test_a_delete_that_is_denied_leaves_the_collection_to_the_next_one(k: int, options: GcOptions) -> None:
     state = world()
     refused = FaultPlan(k, Fault.FAIL, frozenset({"delete"}), lasting=True, error=PermissionDeniedError)
     handle, _ = planned(state, refused)
-    report = collect_garbage(handle, EAGER)
+    report = collect_garbage(handle, options)
     assert report.denied and report.denied_packs and report.denied_bytes
+    assert report.merged_packs + report.rewritten_packs <= report.deleted_packs
+    assert report.merged_bytes + report.rewritten_bytes <= report.deleted_bytes
     assert len(state.packs() & set(read_gc_state(state.inner).condemned)) == report.denied_packs
     assert read_gc_state(state.inner).phase == GcPhase.DELETING
     state.kept[commit(state.open(), items(3)).id] = 3  # writers need not wait for permissions

@@ -103,6 +103,7 @@ class Collection:
         self._seen = GcState()
         self._expired: dict[tuple[RefKind, str], set[Move]] = {}
         self._released: set[Digest] = set()
+        self._deleted: set[str] = set()
 
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
@@ -176,8 +177,10 @@ class Collection:
                     write_released(self.handle.store, self._released)
                 state = self.condemn(state, condemned)
                 state = self.rescue(state, self.fence(state))
-                self.report = rewritten(self.report, plan, state.condemned)
-                return self.delete(state)
+                try:
+                    return self.delete(state)
+                finally:
+                    self.report = rewritten(self.report, plan, self._deleted)
             except ConflictError:
                 if not left:
                     raise
@@ -428,12 +431,14 @@ class Collection:
                 except PermissionDeniedError as error:
                     denied = error  # it may be of these alone
                     continue
-                sizes = [present[pack] for pack in packs if pack in present]
+                sizes = {pack: present[pack] for pack in packs if pack in present}
+                num_bytes = sum(sizes.values())
+                self._deleted |= sizes.keys()
                 self._note(
                     deleted_packs=self.report.deleted_packs + len(sizes),
-                    deleted_bytes=self.report.deleted_bytes + sum(sizes),
+                    deleted_bytes=self.report.deleted_bytes + num_bytes,
                 )
-                self.progress.advance(sum(sizes))
+                self.progress.advance(num_bytes)
             if denied is not None:
                 condemned = set(state.condemned)
                 left = {key: size for key, size in self.handle.store.list(PACK_PREFIX) if key in condemned}
