@@ -125,17 +125,6 @@ class RankSet(Sequence[int]):
         return _joined([(rank, rank + 1) for rank in ranks])
 
     @staticmethod
-    def of_runs(runs: Iterable[Run]) -> RankSet:
-        """The set of all ranks of `runs`."""
-        spans: list[tuple[int, int]] = []
-        for first, count, step in runs:
-            if step == 1:
-                spans.append((first, first + count))
-            else:
-                spans += [(rank, rank + 1) for rank in range(first, first + count * step, step)]
-        return _joined(spans)
-
-    @staticmethod
     def union(sets: Iterable[RankSet]) -> RankSet:
         """All ranks that are in one of `sets`."""
         distinct = list(dict.fromkeys(sets))

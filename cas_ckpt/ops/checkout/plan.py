@@ -229,15 +229,6 @@ def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> li
     return [replace(each, commit=commits.get(bytes.fromhex(each.root), b"").hex()) for each in found]
 
 
-def plan_tensors(tensors: Iterable[PlannedTensor], target: TargetLayout) -> PlanReport:
-    """How tensors of these keys and specs would be restored; needs no commit.
-
-    Raises:
-        MismatchError, InvalidInputError: as for `plan_checkout`.
-    """
-    return _plan(tensors, target).report
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A plan that was just made: what it says, by rank, and who wants what."""

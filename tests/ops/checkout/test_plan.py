@@ -17,17 +17,14 @@ from cas_ckpt.index.schema import PLAN_RANKS, PLANS
 from cas_ckpt.layout.plan_summary import PlanSummary
 from cas_ckpt.layout.target_layout import PLANNER_VERSION, TargetLayout, parse_layout
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
 from cas_ckpt.ops.checkout.plan import (
     EVERY_RANK,
-    PlannedTensor,
     as_json,
     chunked_tensors,
     compare_plans,
     kept_plans,
     plan_checkout,
-    plan_tensors,
     read_json,
 )
 from cas_ckpt.storage.file import FileStore
@@ -202,15 +199,6 @@ def test_an_unknown_commit_is_refused(handle: RepositoryHandle) -> None:
         plan_checkout(handle, "nowhere", parse_layout("dp=2"))
 
 
-def test_shapes_alone_are_enough(handle: RepositoryHandle) -> None:
-    target = parse_layout("dp=4,tp=2")
-    kept = plan_checkout(handle, "main", target)
-    tensors = chunked_tensors(handle, Digest(bytes.fromhex(kept.root)))
-    assert tensors[0][:2] == ("model/norm.weight", Spec("float32", (1024,)))
-    alone = plan_tensors(tensors, target)
-    assert (alone.root, alone.shapes, told(alone.summary)) == ("", kept.shapes, told(kept.summary))
-
-
 def test_a_report_goes_through_json(handle: RepositoryHandle) -> None:
     report = plan_checkout(handle, "main", parse_layout("dp=3", {"**/norm*": ["R"]}))
     text = json.dumps(as_json(report))
@@ -292,5 +280,5 @@ def test_what_a_layout_says_nothing_about_is_planned_as_it_is_restored(tmp_path:
 
 
 def test_keys_that_are_not_unicode_are_planned(handle: RepositoryHandle) -> None:
-    tensor = PlannedTensor("a\ud800\0", Spec("float32", (4096,)))
-    assert plan_tensors([tensor], parse_layout("dp=2")).summary.metadata_bytes.most > 0
+    commit(handle, {"a\ud800\0": weight(4096)})
+    assert plan_checkout(handle, "main", parse_layout("dp=2")).summary.metadata_bytes.most > 0
