@@ -432,4 +432,6 @@ def commit_row(digest: Digest, data: bytes) -> CommitRow:
         meta=commit.meta,
         stats=commit.stats,
         lineage=commit.lineage,
+        provenance=commit.provenance,
+        signature=commit.signature,
     )

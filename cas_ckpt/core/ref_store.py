@@ -158,11 +158,15 @@ class RefStore:
 
     def whole(self, *kinds: RefKind) -> Iterator[Ref]:
         """The same with logs, and with records to swap."""
+        return (ref for ref in self.deleted_too(*kinds) if ref.target is not None)
+
+    def deleted_too(self, *kinds: RefKind) -> Iterator[Ref]:
+        """The same with those that were deleted, and those that never had a target."""
         if not self._lists_versions:
-            return (ref for kind in kinds or RefKind for ref in self._each(kind) if ref.target is not None)
+            return (ref for kind in kinds or RefKind for ref in self._each(kind))
         versions = self._versions()
         named = [each for kind in kinds or RefKind for each in _names(kind, versions)]
-        return (ref for ref in self._looked(versions, named) if ref.target is not None)
+        return self._looked(versions, named)
 
     def every(self) -> Iterator[Ref]:
         """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at.

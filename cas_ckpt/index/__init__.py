@@ -18,7 +18,8 @@
                     hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `restores.py`
                     (the log of restores), `replacing.py` (one index in the place of another)
     nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
-                    `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold)
+                    `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold),
+                    `value_texts.py` (plain values as people read them)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
                     of them meet the conditions of `filters.py`), `log_reader.py` (a plain log, by SQLite's driver
                     alone), `first_parents.py` (how both ask for a line of commits), `usage.py` (bytes, and who holds

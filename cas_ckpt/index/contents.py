@@ -51,6 +51,7 @@ from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
 from cas_ckpt.index.schema import (
+    COMMIT_TEXTS,
     COMMITS,
     EDGES,
     LINEAGE,
@@ -63,6 +64,7 @@ from cas_ckpt.index.schema import (
     PENDING,
 )
 from cas_ckpt.index.texts import json_of, storable
+from cas_ckpt.index.value_texts import json_text
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 
@@ -278,7 +280,7 @@ def _insert_edges_and_commits(
     edges = [(parent, child) for parent in sorted(below.keys() - commits.keys()) for child in sorted(below[parent])]
     insert_missing(connection, EDGES, edges)
     rows: list[tuple[Any, ...]] = []
-    more: dict[Table, list[tuple[Any, ...]]] = {MORE_PARENTS: [], METRICS: [], LINEAGE: []}
+    more: dict[Table, list[tuple[Any, ...]]] = {MORE_PARENTS: [], METRICS: [], LINEAGE: [], COMMIT_TEXTS: []}
     for n in sorted(commits):
         commit = commits[n]
         rows.append((
@@ -303,7 +305,19 @@ def rows_of_commit(number: int, commit: CommitRow) -> dict[Table, list[tuple[Any
         MORE_PARENTS: [(number, at, parent) for at, parent in enumerate(commit.parents) if at],
         METRICS: [(number, name, value) for name, value in metrics.items()],
         LINEAGE: [(number, at, storable(e.kind), e.target, e.note) for at, e in enumerate(commit.lineage)],
+        COMMIT_TEXTS: [(number, *texts) for texts in [_texts(commit)] if any(text is not None for text in texts)],
     }
+
+
+def _texts(commit: CommitRow) -> tuple[str | None, ...]:
+    """What people read of its metadata, of its provenance, and of its signature."""
+    signed_by = None
+    if commit.signature is not None:
+        from cas_ckpt.signing.trust import described
+
+        signed_by = (found.fingerprint or None) if (found := described(commit.signature)) is not None else None
+    meta, provenance = (None if data is None else json_text(data) for data in (commit.meta, commit.provenance))
+    return meta, provenance, signed_by
 
 
 # --- dropping -------------------------------------------------------------------------------
@@ -392,7 +406,7 @@ def _remove_what_orphans_hold(connection: Connection) -> None:
             f"WHERE c.object_id = h.object_id AND o.digest = c.{column} ON CONFLICT DO NOTHING",
         )
     execute(connection, f"DELETE FROM t_edges WHERE parent_id {_IS_ORPHANED}")
-    for table in (MORE_PARENTS, METRICS, LINEAGE, COMMITS):
+    for table in (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS, COMMITS):
         execute(connection, f"DELETE FROM {table.name} WHERE object_id {_IS_ORPHANED}")
     manifests.drop_contents(connection)
     execute(connection, f"UPDATE t_objects SET kind = {UNKNOWN_KIND} WHERE object_id {_IS_ORPHANED}")

@@ -15,14 +15,12 @@ no database can hold are stored with U+FFFD in place of what it cannot, and the 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any, Final
 
-import msgpack
 from blake3 import blake3
 from sqlalchemy import Connection, Table, func, select
 
@@ -31,6 +29,7 @@ from cas_ckpt.index.database import KeyQuery, execute, insert_missing, rows_of
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import ENTRIES, NODE_SPECS, RAW_NAMES, SPECS, TENSORS, TREES, VALUES
 from cas_ckpt.index.texts import storable
+from cas_ckpt.index.value_texts import value_text
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import EntryForm, NodeContent, RawTree, TensorNode
 from cas_ckpt.objects.spec import Spec
@@ -89,7 +88,7 @@ def content_rows(
         for position, row in enumerate(tree.rows if any("\ufffd" in row[_NAME] for row in rows) else ()):
             if (raw := _name(row[0])[1]) is not None:
                 raw_names.append((number, position, raw))
-    values = {bytes(row[-1]) for tree in trees.values() for row in tree.rows if is_short_value(row)}
+    values = {bytes(row[-1]) for tree in trees.values() for row in tree.rows if row[1] == _VALUE}
     tensor_rows = [_tensor_row(number, tensors[number], specs) for number in sorted(tensors)]
     return {
         TREES: tree_rows,
@@ -97,28 +96,8 @@ def content_rows(
         RAW_NAMES: raw_names,
         NODE_SPECS: sorted(counted),
         TENSORS: tensor_rows,
-        VALUES: sorted((data, text) for data in values if (text := value_text(data)) is not None),
+        VALUES: sorted((kept_data(data), len(data), text) for data in values if (text := value_text(data)) is not None),
     }
-
-
-def is_short_value(row: Sequence[Any]) -> bool:
-    """Whether this row of a tree is a plain value of which the index keeps all bytes."""
-    return row[1] == _VALUE and len(row[-1]) <= MOST_DATA_BYTES
-
-
-def value_text(data: bytes) -> str | None:
-    """A short plain value as people read it: text as it is, else as JSON; None: of a kind that JSON lacks."""
-    try:
-        value = msgpack.unpackb(data, strict_map_key=False, ext_hook=_refuse)
-        if isinstance(value, float) and not math.isfinite(value):
-            return repr(value)
-        return storable(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except (ValueError, TypeError):  # bytes, and what is encoded as an extension
-        return None
-
-
-def _refuse(code: int, _: bytes) -> None:
-    raise TypeError(f"an extension {code}")
 
 
 SpecPair = tuple[str, tuple[int, ...]]

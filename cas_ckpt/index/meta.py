@@ -1,18 +1,20 @@
 """What the index remembers and packs do not hold: facts by name, and refs as they were last seen.
 
 Invariant: facts (the store's id, the generation) and refs are a copy of what the store says, never the truth. Knows
-nothing of objects. Plans and restores are remembered too: plans.py, restores.py.
+nothing of objects. What records of refs say besides, and which commits are forgotten, is a copy too, for who asks in
+SQL. Plans and restores are remembered too: plans.py, restores.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, delete, select
 
-from cas_ckpt.index.database import KeyQuery, upsert
-from cas_ckpt.index.rows import RefRow
-from cas_ckpt.index.schema import HEADS, META, REFS
+from cas_ckpt.index.database import KEYS_PER_QUERY, KeyQuery, batches, insert_missing, upsert
+from cas_ckpt.index.rows import RefRow, RefState
+from cas_ckpt.index.schema import FORGOTTEN, HEADS, META, REF_MOVES, REF_RECORDS, REFS
+from cas_ckpt.index.texts import storable
 
 STORE = "store_id"
 GENERATION = "generation"
@@ -103,3 +105,36 @@ def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
     """Put each of `refs` in the place of the one that has its name."""
     for ref in refs:
         upsert(connection, REFS, ref)
+
+
+def read_records(connection: Connection) -> dict[str, bytes]:
+    """Name -> hash of the record of the ref that `write_states` was last told of."""
+    return dict(map(tuple, connection.execute(select(REF_RECORDS.c.name, REF_RECORDS.c.record))))
+
+
+def write_states(connection: Connection, states: Iterable[RefState]) -> None:
+    """Put what each of these records says in the place of what an earlier one said."""
+    for state in states:
+        upsert(connection, REF_RECORDS, (state.name, state.record, state.target, storable(state.note)))
+        connection.execute(delete(REF_MOVES).where(REF_MOVES.c.name == state.name))
+        rows = [
+            (state.name, at, min(time_us, _MOST_US), old, new, storable(action), storable(author))
+            for at, time_us, old, new, action, author in state.moves
+        ]
+        insert_missing(connection, REF_MOVES, rows)
+
+
+_MOST_US = (1 << 63) - 1
+
+
+def read_forgotten(connection: Connection) -> set[bytes]:
+    """The ids of forgotten commits that `write_forgotten` was last told of."""
+    return set(connection.execute(select(FORGOTTEN.c.digest)).scalars())
+
+
+def write_forgotten(connection: Connection, ids: Iterable[bytes]) -> None:
+    """Let these be the forgotten commits."""
+    known, now = read_forgotten(connection), set(ids)
+    for batch in batches(sorted(known - now), KEYS_PER_QUERY):
+        connection.execute(delete(FORGOTTEN).where(FORGOTTEN.c.digest.in_(batch)))
+    insert_missing(connection, FORGOTTEN, [(digest,) for digest in sorted(now - known)])

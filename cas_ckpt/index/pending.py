@@ -1,4 +1,4 @@
-"""Packs that were taken in by an older schema, and of whose nodes rows of manifests are missing still.
+"""Packs that were taken in by an older schema, and of whose nodes and commits rows are missing still.
 
 Invariant: a pack is noted, or all rows of its nodes are there. New packs are never noted, for they bring their rows.
 """
@@ -12,10 +12,11 @@ from sqlalchemy import Connection, delete, select
 
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import manifests
-from cas_ckpt.index.database import KEYS_PER_QUERY, OBJECTS_BY_ID, batches, rows_for, rows_of
+from cas_ckpt.index.contents import rows_of_commit
+from cas_ckpt.index.database import KEYS_PER_QUERY, OBJECTS_BY_ID, batches, insert_missing, rows_for, rows_of
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.schema import PACKS, PENDING
+from cas_ckpt.index.schema import COMMIT_TEXTS, PACKS, PENDING
 
 T = TypeVar("T")
 
@@ -59,9 +60,13 @@ def complete(connection: Connection, records: Sequence[PackRecord]) -> None:
     missing = [by_name[name] for name in noted]
     named = {digest for record in missing for digest, _ in record.contents}
     named.update(child for record in missing for _, children in record.edges for child in children)
+    commits = [commit for record in missing for commit in record.commits]
+    named.update(commit.digest for commit in commits)
     numbers = {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, named)}
     if len(numbers) < len(named):
         raise CorruptionError(f"the index lacks {len(named) - len(numbers)} objects that nodes name: {REBUILD}")
     manifests.add_contents(connection, missing, numbers)
+    texts = [row for commit in commits for row in rows_of_commit(numbers[commit.digest], commit)[COMMIT_TEXTS]]
+    insert_missing(connection, COMMIT_TEXTS, sorted(texts))
     for batch in batches(sorted(noted.values()), KEYS_PER_QUERY):
         connection.execute(delete(PENDING).where(PENDING.c.pack_id.in_(batch)))

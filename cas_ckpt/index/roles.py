@@ -12,6 +12,7 @@ from __future__ import annotations
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.postgres import quoted, schema_of
 from cas_ckpt.index.schema import (
+    FORGOTTEN,
     GC_CANDIDATES,
     HEADS,
     LOCATIONS,
@@ -22,15 +23,18 @@ from cas_ckpt.index.schema import (
     PLAN_RANKS,
     PLAN_SHAPES,
     PLANS,
+    REF_MOVES,
+    REF_RECORDS,
     REFS,
     RESTORES,
     SCRUBS,
 )
 
 _OF_MAINTAINERS = (GC_CANDIDATES, SCRUBS)
-_UPDATED = (META, REFS, HEADS, OBJECTS)
-_DELETED = (LOCATIONS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, PENDING)
-"""Tables that a writer changes rows of, and removes rows from: places that are not known, old plans and restores."""
+_UPDATED = (META, REFS, HEADS, REF_RECORDS, OBJECTS)
+_DELETED = (LOCATIONS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, PENDING, REF_MOVES, FORGOTTEN)
+"""Tables that a writer changes rows of, and removes rows from: places that are not known, old plans and restores, and
+what was last read of refs and forgotten commits."""
 
 _MOST_NAME_BYTES = 63
 

@@ -14,7 +14,7 @@ from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.nodes import LineageEdge, NodeContent
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
 
 UNKNOWN_KIND = 0
@@ -37,6 +37,8 @@ class CommitRow:
         meta: The user's metadata as the commit object holds it (an encoded plain value), or None.
         stats: What the commit cost, counts and bytes by name.
         lineage: What its state was made from, apart from its parents.
+        provenance: Where and by what it was made (an encoded plain value), or None. Rows of the index have its text.
+        signature: Of the commit, or None. Rows of the index have the fingerprint of its key.
     """
 
     digest: bytes
@@ -52,6 +54,8 @@ class CommitRow:
     meta: bytes | None = None
     stats: Mapping[str, int] = field(default_factory=dict)
     lineage: tuple[LineageEdge, ...] = ()
+    provenance: bytes | None = field(default=None, compare=False)
+    signature: bytes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,23 @@ class RefRow(NamedTuple):
     target: bytes
     generation: int
     updated_s: float
+
+
+class RefState(NamedTuple):
+    """What the record of a ref says, for who asks in SQL.
+
+    Attributes:
+        record: Hash of the record.
+        target: Id of the commit that it names; empty: it was deleted.
+        note: Message of an annotated tag, reason of a pin; else empty.
+        moves: (position, time in microseconds, old, new, action, author) of each entry of its log, as in `t_ref_moves`.
+    """
+
+    name: str
+    record: bytes
+    target: bytes
+    note: str
+    moves: Sequence[tuple[int, int, bytes | None, bytes | None, str, str]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from cas_ckpt.errors import ConflictError
 
-VIEWS_VERSION = 3
+VIEWS_VERSION = 4
 """Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
 
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
@@ -179,6 +179,39 @@ HEADS = Table(
 )
 """Where refs point that others moved, for who asks in SQL: `t_refs` goes on remembering what was seen through here."""
 
+REF_RECORDS = Table(
+    "t_ref_records",
+    METADATA,
+    Column("name", Text, primary_key=True),  # as in `t_refs`
+    Column("record", LargeBinary, nullable=False),  # hash of the record that these rows are of
+    Column("target", LargeBinary, nullable=False),  # where it points by that record; empty: it was deleted
+    Column("note", Text, nullable=False),  # message of an annotated tag, reason of a pin; else empty
+    sqlite_with_rowid=False,
+)
+"""What records of refs say besides, as they were last read for who asks in SQL; deleted refs too."""
+
+REF_MOVES = Table(
+    "t_ref_moves",
+    METADATA,
+    Column("name", Text, primary_key=True),  # as in `t_refs`
+    _key("position", Integer),  # place in the log of the record, from 0; from 1: earlier ones were dropped
+    Column("time_us", BigInteger, nullable=False),  # when, in microseconds since 1970
+    Column("old", LargeBinary),  # where it pointed before; null: nowhere
+    Column("new", LargeBinary),  # where it points since; null: it was deleted
+    Column("action", Text, nullable=False),  # what was done
+    Column("author", Text, nullable=False),  # by whom
+    sqlite_with_rowid=False,
+)
+"""The logs in records of refs: moves that parents of commits do not show."""
+
+FORGOTTEN = Table(
+    "t_forgotten",
+    METADATA,
+    Column("digest", LargeBinary, primary_key=True),  # id of the commit
+    sqlite_with_rowid=False,
+)
+"""Commits that are forgotten and that no ref names, as of when somebody last asked in SQL."""
+
 PLANS = Table(
     "t_plans",
     METADATA,
@@ -260,6 +293,17 @@ LINEAGE = Table(
     sqlite_with_rowid=False,
 )
 """What a commit's state was made from, apart from its parents."""
+
+COMMIT_TEXTS = Table(
+    "t_commit_texts",
+    METADATA,
+    _key("object_id", BigInteger),  # the commit
+    Column("meta", Text),  # `t_commits.meta` as JSON; null: there is none, or it is too long
+    Column("provenance", Text),  # where and by what it was made, as JSON; null: as above
+    Column("signed_by", Text),  # fingerprint of the key that its signature names, not verified; null: not signed
+    sqlite_with_rowid=False,
+)
+"""What commits say that only people read: a row for those that say any of it."""
 
 GC_CANDIDATES = Table(
     "t_suspects",
@@ -459,11 +503,12 @@ LAYOUT_ALIASES = Table(
 VALUES = Table(
     "t_values",
     METADATA,
-    Column("data", LargeBinary, primary_key=True),  # the value as it is encoded, at most 16 bytes: `t_entries.data`
+    Column("data", LargeBinary, primary_key=True),  # `t_entries.data`: the value as it is encoded, or its hash
+    _key("num_bytes", Integer),  # how long it is as it is encoded, which tells a value of 16 bytes from a hash
     Column("value", Text, nullable=False),  # as people read it
     sqlite_with_rowid=False,
 )
-"""Short plain values as text, each once; those that nothing has any more stay."""
+"""Plain values in tree nodes as text, each once; those that nothing has any more stay until the index is rebuilt."""
 
 PENDING = Table(
     "t_pending",
@@ -472,7 +517,7 @@ PENDING = Table(
 )
 """Packs that were taken in by an older schema, and of whose nodes rows are missing still."""
 
-REMEMBERED = (META, REFS, HEADS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
+REMEMBERED = (META, REFS, HEADS, REF_RECORDS, REF_MOVES, FORGOTTEN, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
 """Tables with what packs do not hold: a rebuild keeps their rows. All others are derived, and are replaced."""
 
 Index("edges_by_child", EDGES.c.child_id)

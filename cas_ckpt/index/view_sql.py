@@ -37,13 +37,14 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '[{{,]\"{0}\":(-?[0-9]+)')::bigint"),
     "DEEPEST_FIRST": ("ORDER BY {0} DESC", ""),
     "TOO_LARGE": (f"json_extract('[]', '{TOO_LARGE}' || {{0}}) = 0", f"CAST('{TOO_LARGE}' || {{0}} AS INTEGER) = 0"),
+    "FIRST_LINE": ("rtrim(substr({0}, 1, instr({0} || char(10), char(10)) - 1))", "rtrim(split_part({0}, chr(10), 1))"),
     "FEW": ("likelihood({0}, 0.0001)", "{0}"),
 }
 """What a word is in SQLite, and in PostgreSQL. HEX: of what is never null, as SQLite makes "" of null. EXACT: text that
 is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without statistics
-SQLite takes all tables for equally long. STAT: one of the numbers in the stats of a commit. DEEPEST_FIRST: in which
-order, by a column, a recursive query of SQLite goes on: else a whole level waits in memory. TOO_LARGE: ends the query,
-and says why by a text and the number of a row, on which it must depend."""
+SQLite takes all tables for equally long. FIRST_LINE: of a text. STAT: one of the numbers in the stats of a commit.
+DEEPEST_FIRST: in which order, by a column, a recursive query of SQLite goes on: else a whole level waits in memory.
+TOO_LARGE: ends the query, and says why by a text and the number of a row, on which it must depend."""
 
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
 

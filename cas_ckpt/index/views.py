@@ -25,8 +25,9 @@ from sqlalchemy import Connection
 
 from cas_ckpt.index import meta, postgres
 from cas_ckpt.index.database import table_names, view_names
-from cas_ckpt.index.manifests import FLAVOR_STEP, MOST_DATA_BYTES
+from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.schema import META, NOWHERE, VIEWS_VERSION
+from cas_ckpt.index.value_texts import MOST_CHARS
 from cas_ckpt.index.view_sql import (
     POSTGRES,
     Each,
@@ -43,7 +44,7 @@ from cas_ckpt.index.view_sql import (
 )
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
-from cas_ckpt.objects.nodes import EntryForm
+from cas_ckpt.objects.nodes import INLINE_BYTES, EntryForm
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.state import CONTAINER_KINDS
 
@@ -140,6 +141,19 @@ _COMMITS = View(
             "AND l.kind = 'continued-from')",
             "id of what its state came from, where others committed to the branch meanwhile; null: its parent",
         ),
+        integer(
+            "is_forgotten",
+            "CASE WHEN EXISTS (SELECT 1 FROM t_forgotten x WHERE x.digest = c.digest) THEN 1 ELSE 0 END",
+            "1: it was forgotten, and no ref names it: its data may be gone; 0: it was not",
+        ),
+        *(
+            text(name, f"(SELECT k.{name} FROM t_commit_texts k WHERE k.object_id = c.object_id)", about)
+            for name, about in (
+                ("meta", f"the metadata that it was given, as JSON; null: none, or more than {MOST_CHARS} characters"),
+                ("provenance", "where and by what it was made, as JSON; null: that was not kept, or is as long"),
+                ("signed_by", "fingerprint of the key that its signature names, NOT verified; null: not signed"),
+            )
+        ),
     ),
     "t_commits c",
 )
@@ -191,6 +205,18 @@ _REFS = View(
         *_REF,
         text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
         *one_called("commit", "r.target", "id of the commit that it names"),
+        *(
+            text(
+                name,
+                "(SELECT k.note FROM t_ref_records k WHERE k.name = r.name AND k.note <> '' "
+                f"AND substr(k.name, 1, 10) = '{kind}')",
+                about,
+            )
+            for name, kind, about in (
+                ("message", "refs/tags/", "message of an annotated tag; null: any other ref"),
+                ("reason", "refs/pins/", "why a pin was made; null: nobody said, or any other ref"),
+            )
+        ),
     ),
     f"{_REFS_NOW} WHERE {_IS_REF}",
 )
@@ -213,6 +239,53 @@ _HISTORY = View(
         ("commit_no",),
     ),
 )
+_REFLOG = View(
+    "reflog",
+    "each move of each ref, deleted ones too, as `reflog` lists them; name a ref",
+    (
+        *_REF,
+        text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
+        integer("position", "r.position", "the later, the higher: of the moves that the ref's own record remembers"),
+        integer("number", "r.number", "0: such a move; commits on top of it count from 1"),
+        *one_called("old", "r.old", "id of the commit that it named before; null: none"),
+        *one_called("new", "r.new", "id of the commit that it named then; null: it was deleted"),
+        text("action", "r.action", "what was done, as `branch: set to main` or `commit: warm-up done`"),
+        text("author", "r.author", "by whom"),
+        *moment("time", "r.time_us", "when"),
+    ),
+    """(
+        SELECT m.name, m.position, 0 AS number, m.old, m.new, m.action, m.author, m.time_us FROM t_ref_moves m
+        UNION ALL
+        SELECT g.name, g.position, EACH.number, f.first_parent, f.digest,
+            CASE WHEN FIRST_LINE[f.message] = '' THEN 'commit' ELSE 'commit: ' || FIRST_LINE[f.message] END,
+            f.author, f.time_us
+        FROM (
+            SELECT m.name, m.position, m.new AS stop, CASE
+                WHEN EXISTS (SELECT 1 FROM t_ref_moves n WHERE n.name = m.name AND n.position = m.position + 1)
+                THEN (SELECT n.old FROM t_ref_moves n WHERE n.name = m.name AND n.position = m.position + 1)
+                ELSE (SELECT k.target FROM t_ref_records k WHERE k.name = m.name) END AS top
+            FROM t_ref_moves m
+            UNION ALL SELECT k.name, -1, NULL, CASE
+                WHEN EXISTS (SELECT 1 FROM t_ref_moves n WHERE n.name = k.name AND n.position = 0)
+                THEN (SELECT n.old FROM t_ref_moves n WHERE n.name = k.name AND n.position = 0) ELSE k.target END
+            FROM t_ref_records k WHERE NOT EXISTS (SELECT 1 FROM t_ref_moves n WHERE n.name = k.name)
+            OR EXISTS (SELECT 1 FROM t_ref_moves n WHERE n.name = k.name AND n.position = 0)
+        ) g CROSS JOIN EACH CROSS JOIN t_commits f WHERE f.object_id = EACH.commit_no
+    ) r""",
+    Each(
+        """line(commit_no, place) AS (
+        SELECT o.object_id, 0 FROM t_objects o CROSS JOIN t_commits a
+        WHERE o.digest = g.top AND a.object_id = o.object_id AND (g.stop IS NULL OR g.stop <> g.top)
+        UNION ALL SELECT a.object_id, line.place + 1
+        FROM line CROSS JOIN t_commits b CROSS JOIN t_objects o CROSS JOIN t_commits a
+        WHERE b.object_id = line.commit_no AND o.digest = b.first_parent AND a.object_id = o.object_id
+        AND (g.stop IS NULL OR g.stop <> b.first_parent)
+    )""",
+        "(SELECT commit_no, count(*) OVER () - place AS number FROM line) numbered",
+        ("commit_no", "number"),
+    ),
+)
+"""Between two moves of a record lie commits by first parents, down to what the earlier one set, as in ops/refs.py."""
 _METRICS = View(
     "metrics",
     "each metric of each commit",
@@ -243,6 +316,30 @@ _PARTS = "FROM t_entries p CROSS JOIN t_specs s WHERE p.node_id = e.child_id AND
 MOST_CONTAINERS = 1 << 20
 """Of a state, equal ones counted each time: a few nodes can stand for more than any memory or disk holds."""
 _TOO_MANY = f"a state of more than {MOST_CONTAINERS} containers, equal ones counted each time, has no entries here"
+
+
+def _few(columns: str) -> str:
+    """`few`: these columns of `walk`, whose rows are containers; more than there may be end the query."""
+    return f"""few({columns}) AS (
+        SELECT {columns} FROM (
+            SELECT s.*, row_number() OVER () AS number
+            FROM (SELECT {columns} FROM walk LIMIT {MOST_CONTAINERS + 1}) s
+        ) n WHERE n.number <= {MOST_CONTAINERS}
+        OR TOO_LARGE['{_TOO_MANY}: ' || n.number]
+    )"""
+
+
+_IS_LEAF = (
+    f"e.form <> {_PAGE} AND (e.form <> {_CONTAINER} OR t.node_id IS NULL OR t.num_entries = 0 "
+    f"OR t.kind NOT IN ({_SEEN}))"
+)
+"""Of `e`, a row of t_entries, and `t`, that of its container: it is an entry by itself."""
+_PREFIX = f"EXACT[CASE w.form WHEN {_PAGE} THEN walk.prefix ELSE walk.prefix || w.name || '/' END]"
+_OPENED = (
+    "w.node_id = walk.node_id AND v.node_id = w.child_id "
+    f"AND (w.form = {_PAGE} OR (w.form = {_CONTAINER} AND v.kind IN ({_SEEN})))"
+)
+"""Of `w`, a row of t_entries, and `v`, that of its container: the walk goes on there."""
 _ENTRIES = View(
     "entries",
     "each entry of each commit, as `ls` lists them; name a commit",
@@ -287,33 +384,83 @@ _ENTRIES = View(
         ),
         text(
             "value",
-            f"CASE WHEN e.form = {_VALUE} AND {_SPEC.format('num_bytes')} <= {MOST_DATA_BYTES} THEN "
-            "(SELECT v.value FROM t_values v WHERE v.data = e.data) END",
-            f"a plain value of at most {MOST_DATA_BYTES} bytes: text as it is, else as JSON; null: any other",
+            f"CASE WHEN e.form = {_VALUE} THEN "
+            f"(SELECT v.value FROM t_values v WHERE v.data = e.data AND v.num_bytes = {_SPEC.format('num_bytes')}) END",
+            f"a plain value of at most {INLINE_BYTES} bytes: text as it is, else as JSON, and what JSON lacks as "
+            "Python's `str`; null: bytes, a longer value, a tensor",
         ),
     ),
     "t_commits c CROSS JOIN EACH CROSS JOIN t_entries e "
     f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
-    f"WHERE e.node_id = EACH.node_id AND e.form <> {_PAGE} AND "
-    f"(e.form <> {_CONTAINER} OR t.node_id IS NULL OR t.num_entries = 0 OR t.kind NOT IN ({_SEEN}))",
+    f"WHERE e.node_id = EACH.node_id AND {_IS_LEAF}",
     Each(
         f"""walk(prefix, node_id, depth) AS (
         SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}, 0
-        UNION ALL SELECT EXACT[CASE w.form WHEN {_PAGE} THEN walk.prefix ELSE walk.prefix || w.name || '/' END],
-            w.child_id, walk.depth + 1
-        FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v
-        WHERE w.node_id = walk.node_id AND v.node_id = w.child_id
-        AND (w.form = {_PAGE} OR (w.form = {_CONTAINER} AND v.kind IN ({_SEEN})))
+        UNION ALL SELECT {_PREFIX}, w.child_id, walk.depth + 1
+        FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v WHERE {_OPENED}
         DEEPEST_FIRST[3]
-    ), few(prefix, node_id) AS (
-        SELECT n.prefix, n.node_id FROM (
-            SELECT s.prefix, s.node_id, row_number() OVER () AS number
-            FROM (SELECT prefix, node_id FROM walk LIMIT {MOST_CONTAINERS + 1}) s
-        ) n WHERE n.number <= {MOST_CONTAINERS}
-        OR TOO_LARGE['{_TOO_MANY}: ' || n.number]
-    )""",
+    ), {_few("prefix, node_id")}""",
         "few",
         ("prefix", "node_id"),
+    ),
+)
+_BEFORE = """(SELECT n.object_id FROM t_objects o CROSS JOIN t_commits b CROSS JOIN t_objects n
+            WHERE o.digest = c.first_parent AND b.object_id = o.object_id AND n.digest = b.root)"""
+"""Number of the state of the first parent."""
+_SAME = "SELECT {0} FROM t_entries x WHERE x.node_id = walk.other_id AND x.name = w.name AND x.form = w.form"
+_DIFFERENCE = f"""walk(has, prefix, node_id, other_id, depth) AS (
+        SELECT s.has, EXACT[CAST('' AS TEXT)], s.node_id, s.other_id, 0 FROM (
+            SELECT 1 AS has, {number_of("c.root")} AS node_id, {_BEFORE} AS other_id
+            UNION ALL SELECT 0, {_BEFORE}, {number_of("c.root")}
+        ) s WHERE s.node_id IS NOT NULL AND (s.other_id IS NULL OR s.node_id <> s.other_id)
+        UNION ALL SELECT walk.has, {_PREFIX}, w.child_id, ({_SAME.format("min(x.child_id)")}), walk.depth + 1
+        FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v
+        WHERE {_OPENED} AND NOT EXISTS ({_SAME.format("1")} AND x.child_id = w.child_id)
+        DEEPEST_FIRST[5]
+    ), {_few("has, prefix, node_id")}, listed(key, has, what) AS (
+        SELECT EXACT[few.prefix || e.name], few.has, CAST(e.form AS TEXT) || ':' ||
+            coalesce(CAST(e.spec_id AS TEXT), '') || ':' || coalesce(CAST(e.child_id AS TEXT), HEX_IF_ANY[e.data])
+        FROM few CROSS JOIN t_entries e LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id
+        WHERE e.node_id = few.node_id AND {_IS_LEAF}
+    ), sides(key, before, after) AS (
+        SELECT key, max(CASE has WHEN 0 THEN what END), max(CASE has WHEN 1 THEN what END) FROM listed GROUP BY key
+    ), found(key, change) AS (
+        SELECT key, CASE WHEN before IS NULL THEN 'new' WHEN after IS NULL THEN 'gone' ELSE 'changed' END FROM sides
+        WHERE before IS NULL OR after IS NULL OR before <> after
+    )"""
+"""What the state of `c` has otherwise than that of its first parent. Both are walked at once, and what is one node
+under one name in both is left out: the work follows what changed. Pages that begin at other names are compared by all
+that is in them."""
+_KEY_CHANGES = View(
+    "key_changes",
+    "each key that a commit changed against its first parent; name a commit",
+    (*_COMMIT, text("key", "EXACT[EACH.key]", "the key"), text("change", "EACH.change", "`new`, `changed`, or `gone`")),
+    "t_commits c CROSS JOIN EACH",
+    Each(_DIFFERENCE, "found", ("key", "change")),
+)
+_IS_THERE = "EXISTS (SELECT 1 FROM t_trees t WHERE t.node_id = {})"
+_IS_KNOWN = f"{_IS_THERE.format(number_of('c.root'))} AND (c.first_parent IS NULL OR {_IS_THERE.format(_BEFORE)})"
+_CHANGES = View(
+    "changes",
+    "each commit, and how many keys it changed against its first parent; name a commit",
+    (
+        *_COMMIT,
+        *(
+            integer(name, f"CASE WHEN {_IS_KNOWN} THEN EACH.{name} END", about)
+            for name, about in (
+                ("changed", "keys that both have, with another value; null: what one of them has is not known"),
+                ("new_entries", "keys that the commit has, and its first parent has not"),
+                ("gone_entries", "keys that its first parent has, and the commit has not"),
+            )
+        ),
+    ),
+    "t_commits c CROSS JOIN EACH",
+    Each(
+        _DIFFERENCE,
+        "(SELECT count(CASE change WHEN 'changed' THEN 1 END) AS changed, "
+        "count(CASE change WHEN 'new' THEN 1 END) AS new_entries, "
+        "count(CASE change WHEN 'gone' THEN 1 END) AS gone_entries FROM found) counted",
+        ("changed", "new_entries", "gone_entries"),
     ),
 )
 _TENSORS = View(
@@ -660,9 +807,9 @@ _BRANCH_BYTES = View(
 )
 
 VIEWS: Final = (
-    _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS,
-    _HOLDERS, _GAINED, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _SHARDS, _TIES, _PLANS,
-    _PLAN_RANKS, _RESTORES, _BRANCH_BYTES,
+    _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _REFLOG, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _CHANGES,
+    _KEY_CHANGES, _TENSORS, _CHUNKS, _HOLDERS, _GAINED, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES,
+    _PLACEMENTS, _SHARDS, _TIES, _PLANS, _PLAN_RANKS, _RESTORES, _BRANCH_BYTES,
 )  # fmt: skip
 """All views, in the order in which docs/sql.md has them."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from cas_ckpt.index.manifests import value_text
+from cas_ckpt.index.value_texts import value_text
 
 revision = "0006"
 down_revision = "0005"

@@ -136,6 +136,16 @@ WITH RECURSIVE line(place, commit_no) AS (
     UNION ALL SELECT line.place + 1, p.parent_no FROM line JOIN parents p ON p.commit_no = line.commit_no
     WHERE p.position = 0 AND line.place < 2)
 SELECT line.place, c.step, c.message FROM line JOIN commits c ON c.commit_no = line.commit_no ORDER BY line.place"""),
+    ("What did each commit of main change?", """
+SELECT c.step, k.changed, k.new_entries, k.gone_entries
+FROM history h JOIN commits c USING (commit_no) JOIN changes k USING (commit_no)
+WHERE h.name = 'main' ORDER BY c.step"""),
+    ("Which keys did the head of ft change?", """
+SELECT k.change, k.key
+FROM refs r JOIN key_changes k USING (commit_no) WHERE r.name = 'ft' ORDER BY k.change, k.key"""),
+    ("Who moved main, the last move first?", """
+SELECT time, action, author
+FROM reflog WHERE full_name = 'refs/heads/main' ORDER BY position DESC, number DESC"""),
     ("How many packs did fsck never read?", """
 SELECT kind, count(*) AS packs
 FROM packs WHERE read_s IS NULL GROUP BY kind ORDER BY kind"""),

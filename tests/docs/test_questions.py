@@ -74,3 +74,13 @@ def test_equal_tensors_are_equal(repo: Repository) -> None:
         first, second = (repo.read("main", key) for key in (one, another))
         assert first.tobytes() == second.tobytes()
     assert state["model"]["embed"].tobytes() == state["model"]["head"].tobytes()
+
+
+def test_what_commits_changed_and_who_moved_a_branch(repo: Repository) -> None:
+    diffs = [repo.diff(each.parents[0], each) for each in repo.log("main")[::-1] if each.parents]
+    assert [row[1] for row in answer(repo, "What did each commit")][1:] == [len(each.entries) for each in diffs]
+    words = {"added": "new", "changed": "changed", "removed": "gone"}
+    told = [(words[each.change.value], each.key) for each in repo.diff("ft~1", "ft").entries]
+    assert answer(repo, "Which keys did") == sorted(told)
+    moves = [(each.action, each.author) for each in repo.reflog("main")]
+    assert [row[1:] for row in answer(repo, "Who moved main")] == moves

@@ -9,8 +9,8 @@ LINKS = {
     "commits": (
         "commit",
         (
-            "completeness", "parents", "refs", "history", "metrics", "lineage", "entries", "holders", "gained",
-            "restores",
+            "completeness", "parents", "refs", "history", "metrics", "lineage", "entries", "changes", "key_changes",
+            "holders", "gained", "restores",
         ),
     ),
     "layouts": ("layout", ("commits", "layout_axes", "placements", "shards")),

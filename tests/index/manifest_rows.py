@@ -12,6 +12,7 @@ from sqlalchemy import Connection, select
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index, migrations_folder
 from cas_ckpt.index.schema import (
+    COMMIT_TEXTS,
     DIVISION_AXES,
     DIVISION_BOXES,
     DIVISIONS,
@@ -31,7 +32,7 @@ from cas_ckpt.index.schema import (
 
 DERIVED = (
     TREES, ENTRIES, RAW_NAMES, NODE_SPECS, TENSORS, LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS,
-    DIVISIONS, DIVISION_AXES, DIVISION_BOXES,
+    DIVISIONS, DIVISION_AXES, DIVISION_BOXES, COMMIT_TEXTS,
 )  # fmt: skip
 
 

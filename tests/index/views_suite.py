@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,21 @@ from cas_ckpt.errors import TooLargeError
 from cas_ckpt.index import contents, integrity, meta, plans, restores, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
+from cas_ckpt.index.manifests import kept_data
 from cas_ckpt.index.query import Answer, QueryLimits, run_query
-from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.index.rows import PackRecord, RefState
 from cas_ckpt.index.views import MOST_CONTAINERS, VIEWS
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
 from cas_ckpt.objects.nodes import ValueEntry
 from cas_ckpt.objects.pack import PACK_PREFIX, PackKind
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh
 from cas_ckpt.objects.state import Container
+from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import list_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag
+from cas_ckpt.signing.keys import SigningKey
 from tests.builders import commit, doubling_nodes, numbers, state, tensor
 from tests.committing import new_store, on
 from tests.divided import mesh, over
@@ -46,15 +50,20 @@ COLUMNS = {
     "commits": "commit_id text, commit_no integer, root_id text, root_no integer, layout_id text, layout_no integer, "
     "parent_id text, message text, author text, time text, time_s float, step integer, metrics text, "
     "world_size integer, mesh text, total_bytes integer, new_bytes integer, stored_bytes integer, num_entries integer, "
-    "num_tensors integer, num_chunks integer, num_new_chunks integer, continued_from text",
+    "num_tensors integer, num_chunks integer, num_new_chunks integer, continued_from text, is_forgotten integer, "
+    "meta text, provenance text, signed_by text",
     "completeness": "commit_id text, commit_no integer, num_missing integer",
     "parents": "commit_id text, commit_no integer, position integer, parent_id text, parent_no integer",
-    "refs": "name text, kind text, full_name text, commit_id text, commit_no integer",
+    "refs": "name text, kind text, full_name text, commit_id text, commit_no integer, message text, reason text",
+    "reflog": "name text, kind text, full_name text, position integer, number integer, old_id text, old_no integer, "
+    "new_id text, new_no integer, action text, author text, time text, time_s float",
     "history": "name text, kind text, commit_id text, commit_no integer",
     "metrics": "commit_id text, commit_no integer, name text, value float, is_nan integer",
     "lineage": "commit_id text, commit_no integer, position integer, kind text, target_id text, target_no integer",
     "entries": "commit_id text, commit_no integer, key text, kind text, dtype text, shape text, num_bytes integer, "
     "num_chunks integer, object_id text, object_no integer, content text, value text",
+    "changes": "commit_id text, commit_no integer, changed integer, new_entries integer, gone_entries integer",
+    "key_changes": "commit_id text, commit_no integer, key text, change text",
     "tensors": "object_id text, object_no integer, dtype text, shape text, num_dims integer, num_bytes integer, "
     "num_chunks integer, cell text",
     "chunks": "object_id text, object_no integer, chunk_id text, chunk_no integer, num_bytes integer, "
@@ -311,18 +320,25 @@ class ViewTests:
             for row in known.values()
         }
 
-    def test_short_values_are_read_as_people_write_them(self, index: Index) -> None:
+    def test_values_are_read_as_people_write_them(self, index: Index) -> None:
         values = {
             "step": 500, "lr": 1e-3, "name": "it's", "fast": True, "none": None, "nan": float("nan"), "pair": [1, "é"],
-            "raw": b"ab", "set": {1}, "long": "x" * 16, "sixteen": "x" * 15,
+            "raw": b"ab", "set": {1}, "long": "x" * 16, "sixteen": "x" * 15, "inline": "é" * 510, "chunk": "é" * 520,
+            "betas": (0.9, float("inf")), "config": [{"b": "x" * 20, 1: [b"y"]}],
+            "path": PurePosixPath("/data/long/name"), "hash": "xxxxxxxxxxxxxxxxx9927",
+            "as the hash": [25, 91, 89, 94, -5, -9, -7, 65, 47, -27, 97, -20, 10, 124, -9],
         }  # fmt: skip
         handle = on(new_store())
         commit(handle, values | {"w": tensor(numbers(2))})
         index.add_packs([read_pack(handle.store, key) for key, _ in handle.store.list(PACK_PREFIX)])
         assert dict(rows(index, "SELECT key, value FROM entries")) == {
             "step": "500", "lr": "0.001", "name": "it's", "fast": "true", "none": "null", "nan": "nan",
-            "pair": '[1, "é"]', "raw": None, "set": None, "long": None, "sixteen": "x" * 15, "w": None,
+            "pair": '[1, "é"]', "raw": None, "set": "[1]", "long": "x" * 16, "sixteen": "x" * 15, "w": None,
+            "inline": "é" * 510, "chunk": None, "betas": '[0.9, "inf"]',
+            "config": f'[{{"1": ["b\'y\'"], "b": "{"x" * 20}"}}]', "path": "/data/long/name",
+            "hash": values["hash"], "as the hash": str(values["as the hash"]),
         }  # fmt: skip
+        assert kept_data(encode_value(values["hash"], key="")) == encode_value(values["as the hash"], key="")
         with index.writing() as connection:
             assert integrity.differences(connection, [read_pack(handle.store, key) for key in index.packs()]) == {}
 
@@ -484,3 +500,16 @@ def with_everything(index: Index) -> None:
     index.write(restores.write_restore, restore("a"))
     index.write(restores.write_restore, restore("a", num_bytes=None, error="CorruptionError: x"))
     index.write(integrity.write_scrub, Scrub(min(index.packs()), 1_700_000_000_000_000, 10, "a flipped bit"))
+    told = {"meta": encode_value({"lr": 1}, key=""), "provenance": encode_value({"host": "a"}, key="")}
+    index.add_packs([meta_pack("told", {}, commit=commit_row("told", ["a"], signature=signature(), **told))])
+    moves = [(0, 2**70, None, digest("told"), "tag: set to main", "ann"), (1, 5, digest("told"), None, "gone\0", "")]
+    records = [("refs/tags/v1.ref", "released\0"), ("refs/pins/keep.ref", "the paper"), ("refs/heads/main.ref", "")]
+    states = [RefState(name, b"hash", digest("told"), note, moves) for name, note in records]
+    index.write(meta.write_states, states)
+    index.write(meta.write_forgotten, [digest("told"), digest("b")])
+    index.write(meta.write_forgotten, [digest("told"), digest("c")])
+
+
+@cache
+def signature() -> bytes:
+    return SigningKey.generate().sign(b"what it signs is not asked")

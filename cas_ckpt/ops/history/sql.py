@@ -1,6 +1,7 @@
 """SQL over the views of the index, and its answer as rows, dicts, a DataFrame or an Arrow table.
 
-    1. the index is brought up to date: where refs point, packs, and rows of manifests
+    1. the index is brought up to date: where refs point and what their records say, forgotten commits, packs, and rows
+       of manifests
     2. the query runs, read-only and within limits (index/query.py)
 
 Invariant: an answer is whole, or an error says which limit it would have passed. pandas and pyarrow are imported when
@@ -11,21 +12,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
 from typing import Any
 
+from blake3 import blake3
+
 from cas_ckpt.core.backfill import complete_index
+from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
-from cas_ckpt.core.refs import Ref
+from cas_ckpt.core.refs import MAX_LOG, Ref
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index import contents, meta
 from cas_ckpt.index.query import QueryLimits, run_query
+from cas_ckpt.index.rows import RefState
 
 _TURNS = 3
 """Times that the index is brought up to date while others collect or rebuild; a ref to what is damaged stays so."""
+
+_RECORD_BYTES = 16
+"""Of the hash by which a record of a ref is known again; each has a nonce."""
 
 _MOST_SHOWN_ROWS = 20
 _MOST_SHOWN_CHARS = 40
@@ -116,13 +124,13 @@ def query_index(handle: RepositoryHandle, query: str, parameters: Mapping[str, A
     """
     _check_limits(limits)
     for _ in range(_TURNS):
-        refs = list(handle.refs.list())  # before the packs are looked at, so that what they point at is among these
+        refs, states = _look_at_refs(handle)  # before the packs, so that what they point at is among these
         handle.sync()
         complete_index(handle)
         targets = {bytes(ref.target) for ref in refs if ref.target}
         if handle.index.read(contents.known, targets) == targets:
             break
-    _note_heads(handle, refs)
+    _note_refs(handle, refs, states)
     answer = run_query(handle.index, query, parameters, limits)
     return SqlResult(answer.columns, tuple(answer.rows))
 
@@ -153,14 +161,32 @@ def _check_limits(limits: QueryLimits) -> None:
             raise InvalidInputError(f"{name} is {value!r}: give a number above 0")
 
 
-def _note_heads(handle: RepositoryHandle, refs: Sequence[Ref]) -> None:
-    """Let the index know where refs point now: by itself it sees only what is committed through it.
+def _look_at_refs(handle: RepositoryHandle) -> tuple[list[Ref], list[RefState]]:
+    """The refs, and what those records say that the index does not know yet, of deleted ones too."""
+    known = handle.index.read(meta.read_records)
+    refs, states = [], []
+    for ref in handle.refs.deleted_too():
+        record = blake3(ref.record or b"").digest(_RECORD_BYTES)
+        if known.get(ref.key) != record:
+            moves = [
+                (at, move.time_us, move.old, move.new, move.action, move.author)
+                for at, move in enumerate(ref.log, int(len(ref.log) == MAX_LOG))  # a full one lost earlier moves
+            ]
+            states.append(RefState(ref.key, record, bytes(ref.target or b""), ref.note, moves))
+        if ref.target is not None:
+            refs.append(replace(ref, log=(), record=b""))
+    return refs, states
 
-    One in PostgreSQL that may only be read keeps saying where it last saw them.
+
+def _note_refs(handle: RepositoryHandle, refs: Sequence[Ref], states: Sequence[RefState]) -> None:
+    """Let the index know what only the store says: it sees by itself what is committed through it, and no more.
+
+    One in PostgreSQL that may only be read keeps saying what it was last told.
     """
     known = handle.index.read(meta.read_heads)
     pointing = dict.fromkeys(known, b"") | {ref.key: bytes(ref.target or b"") for ref in refs}
-    if known == pointing:
+    forgotten = forgotten_view(handle, refs)
+    if known == pointing and not states and handle.index.read(meta.read_forgotten) == forgotten:
         return
     if handle.index.read_only:
         try:
@@ -169,6 +195,8 @@ def _note_heads(handle: RepositoryHandle, refs: Sequence[Ref]) -> None:
             return
     handle.note_refs(refs)
     handle.index.write(meta.write_heads, pointing)
+    handle.index.write(meta.write_states, states)
+    handle.index.write(meta.write_forgotten, forgotten)
 
 
 def _are_whole_with_nulls(values: Sequence[Any]) -> bool:

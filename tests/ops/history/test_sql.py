@@ -79,7 +79,7 @@ def test_a_ref_that_others_moved_is_known_to_an_index_that_may_not_be_written(re
     assert repo.sql(f"{REFS} ORDER BY 1").rows == (("main", 1), ("v1", 1), ("v2", 1))
 
 
-@pytest.mark.parametrize("step", ["sync", "list"])
+@pytest.mark.parametrize("step", ["sync", "refs"])
 def test_a_commit_that_another_process_makes_meanwhile_hides_no_ref(
     repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_commit_that_another_process_makes_meanwhile_hides_no_ref(
                 found = work()
                 if left:
                     other.commit({"n": left.pop()}, branch="main")
-                return list(found) if step == "list" else found
+                return list(found) if step == "refs" else found
 
             return call
 
@@ -99,7 +99,7 @@ def test_a_commit_that_another_process_makes_meanwhile_hides_no_ref(
         if step == "sync":
             monkeypatch.setattr(handle, "sync", followed_by_a_commit(handle.sync))
         else:
-            monkeypatch.setattr(handle.refs, "list", followed_by_a_commit(handle.refs.list))
+            monkeypatch.setattr(handle.refs, "deleted_too", followed_by_a_commit(handle.refs.deleted_too))
         for _ in range(3):
             assert repo.sql("SELECT DISTINCT r.name FROM refs r JOIN entries USING (commit_no)").rows == (("main",),)
         assert left == []
@@ -120,12 +120,16 @@ def test_what_the_index_remembers_of_a_ref_stays_as_evidence(repo: Repository) -
     assert repo.sql("SELECT name FROM refs WHERE commit_id = :c", c=newest).rows == (("back",),)
 
 
-def test_an_index_of_an_older_schema_answers_with_the_rows_that_it_lacked(repo: Repository) -> None:
+@pytest.mark.parametrize("revision", ["0003", "0006"])
+def test_an_index_of_an_older_schema_answers_with_the_rows_that_it_lacked(repo: Repository, revision: str) -> None:
+    repo.commit({"text": "x" * 40, "n": 1}, branch="ft", create=True, meta={"a": 1})
     place, store_id = Path(repo.url.removeprefix("file://")) / INDEX_PATH, repo.sql("SELECT store_id FROM about")[0][0]
     repo.close()
-    make_older(place, store_id, "0003")
+    make_older(place, store_id, revision)
     with Repository.open(repo.url) as again:
         assert again.sql(ENTRIES, ref="main").rows == (("n", 1), ("w", 4000))
+        texts = "SELECT value, meta FROM refs JOIN commits c USING (commit_no) JOIN entries USING (commit_no)"
+        assert again.sql(f"{texts} WHERE name = 'ft' ORDER BY key").rows == (("1", '{"a": 1}'), ("x" * 40, '{"a": 1}'))
 
 
 def test_a_repository_in_memory_can_be_asked() -> None:
