@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,22 @@ from cas_ckpt.ops.files.models import (
     find_model,
     model_tree,
     naming,
+    read_side_file,
     side_items,
     under_prefix,
 )
+from cas_ckpt.ops.files.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter, renamed, without_wrappers
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing.trust import Trust
+from cas_ckpt.training.stateful import WRAPPERS
+
+DEFAULT_ADAPTER = "default"
+"""What PEFT calls an adapter that nobody gave a name."""
 
 
 def import_any(
     handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, prefix: str = "",
-    follow_links: bool = False, progress: Progress = SILENT,
+    follow_links: bool = False, adapter: str = DEFAULT_ADAPTER, keep_names: bool = False, progress: Progress = SILENT,
 ) -> ImportInfo:  # fmt: skip
     """Commit a .safetensors, .pt, .pth, .bin or .ckpt file, or the folder of a model, of a trainer or of DCP.
 
@@ -58,16 +64,29 @@ def import_any(
     Args:
         prefix: The key under which it goes, e.g. "base/model"; the top if empty.
         follow_links: Read what symbolic links in a folder lead to outside of it.
+        adapter: What the live model calls the adapter that a folder of PEFT holds.
+        keep_names: Name tensors as the files do, and not as a live object does (ops/files/names.py).
 
     Raises:
         InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
             the file, and the branch is as it was. ConflictError, StorageError: as for a commit.
     """
     with naming(path):
-        tree, left_out = read_state(path, follow_links=follow_links, allow_pickle=request.allow_pickle)
-        request = replace(request, meta=_noting(request.meta, left_out))
-        commit = commit_tree(handle, under_prefix(tree, prefix), request, progress=progress)
-        return import_info(commit, left_out)
+        read = read_state(
+            path, follow_links=follow_links, allow_pickle=request.allow_pickle, adapter=adapter, keep_names=keep_names
+        )
+        request = replace(request, meta=_noting(request.meta, read.left_out))
+        commit = commit_tree(handle, under_prefix(read.tree, prefix), request, progress=progress)
+        return import_info(commit, read.left_out, read.renamed)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState:
+    """The state in a file or folder, what a folder holds beside, and what was done to names."""
+
+    tree: Container
+    left_out: tuple[LeftOut, ...]
+    renamed: tuple[str, ...]
 
 
 def _noting(meta: Any, left_out: Sequence[LeftOut]) -> Any:
@@ -79,8 +98,9 @@ def _noting(meta: Any, left_out: Sequence[LeftOut]) -> Any:
 
 
 def read_state(
-    path: str | os.PathLike[str], *, follow_links: bool = False, allow_pickle: bool = False
-) -> tuple[Container, tuple[LeftOut, ...]]:  # fmt: skip
+    path: str | os.PathLike[str], *, follow_links: bool = False, allow_pickle: bool = False,
+    adapter: str = DEFAULT_ADAPTER, keep_names: bool = False,
+) -> ReadState:  # fmt: skip
     """The state in the file or folder at `path`, and what the folder holds beside. Raises as `import_any`.
 
     Tensors are read when they are asked for.
@@ -101,12 +121,42 @@ def read_state(
 
             tree = torch_tree(files, allow_pickle=allow_pickle)
     parts, left_out = _parts(files.parts, allow_pickle=allow_pickle)
+    told: list[str] = []
+    if not keep_names:
+        tree = without_wrappers(tree, WRAPPERS, told)
+        parts = without_wrappers(Container("dict", parts), WRAPPERS, told).children
+    tree = _with_adapter(tree, files, told, adapter=adapter, keep_names=keep_names)
     top = {key: key.partition("/")[0] for key in files.parts}
     clashing = [path for key, path in files.parts.items() if top[key] in tree.children]
     clashing += files.side_files if beside.keys() & tree.children.keys() else ()
     left_out += [LeftOut(path.name, "its key is one of the state that was saved beside it") for path in clashing]
     found = sorted((*files.left_out, *left_out), key=lambda each: each.name)
-    return replace(tree, children={**parts, **beside, **tree.children}), tuple(found)
+    children = {**parts, **beside, **tree.children}
+    return ReadState(replace(tree, children=children), tuple(found), tuple(told))
+
+
+def _with_adapter(tree: Container, files: ModelFiles, told: list[str], *, adapter: str, keep_names: bool) -> Container:
+    """`tree` with the adapter in a folder of PEFT named as in the live model; what was done is added to `told`.
+
+    Raises:
+        InvalidInputError: another name than the usual one was given, and no adapter is there.
+    """
+    config = next((path for path in files.side_files if path.name == ADAPTER_CONFIG), None)
+    model = tree.children.get(MODEL)
+    is_adapter = bool(files.weights) and files.weights[0].name.startswith(ADAPTER_WEIGHTS)
+    if config is None or keep_names or not is_adapter or not isinstance(model, Container):
+        if adapter != DEFAULT_ADAPTER:
+            wanted = f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}.safetensors or .bin, names not kept"
+            raise InvalidInputError(f"no adapter is here that could be called {adapter!r}: wanted {wanted}")
+        return tree
+    found = read_adapter(read_side_file(config), adapter)
+    if isinstance(found, str):
+        told.append(f"{MODEL}: names are those of PEFT's file, no live model has them: {found}")
+        return tree
+    names = {name: found.live_name(name) for name in model.children if isinstance(name, str)}
+    count = sum(name != live for name, live in names.items())
+    told.append(f"{MODEL}: {count} of {len(names)} names got the adapter's, {adapter!r}, as in a live PeftModel")
+    return replace(tree, children={**tree.children, MODEL: renamed(model, names)})
 
 
 def file_tree(path: str | os.PathLike[str]) -> Container:
@@ -116,7 +166,7 @@ def file_tree(path: str | os.PathLike[str]) -> Container:
         InvalidInputError: as for `import_any`.
     """
     with naming(path):
-        return read_state(path)[0]
+        return read_state(path).tree
 
 
 def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name, Item], list[LeftOut]]:
@@ -148,11 +198,13 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
 def export_any(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
-    force: bool = False, memory_bytes: int | None = None, progress: Progress = SILENT, trust: Trust | None = None,
+    adapter: str | None = None, force: bool = False, memory_bytes: int | None = None, progress: Progress = SILENT,
+    trust: Trust | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write a commit to `path`: see `export_safetensors`, `export_torch` and `export_dcp`.
 
     Args:
+        adapter: The adapter of a PeftModel that is to be written, as PEFT does; safetensors alone.
         format: "safetensors", "torch" or "dcp"; None goes by the end of the name (a folder, and
             any other name, is safetensors).
     Raises:
@@ -168,9 +220,11 @@ def export_any(
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     if chosen is WeightsFormat.SAFETENSORS:
         return export_safetensors(
-            handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
+            handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter, force=force,
             memory_bytes=memory_bytes, progress=progress,
         )  # fmt: skip
+    if adapter is not None:
+        raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
     if chosen is WeightsFormat.DCP:
         from cas_ckpt.dcp.folder.export import export_dcp
 

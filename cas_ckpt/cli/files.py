@@ -25,6 +25,7 @@ PARTLY = 3
         "cas-ckpt import checkpoints/step-2000/ --onto old-run --step 2000",
         "cas-ckpt import output/checkpoint-500 --branch run --step 500",
         "cas-ckpt import pytorch_model.bin --prefix model",
+        "cas-ckpt import my-lora/ --branch lora",
     ],
     also=[PARTLY, 14, UNSIGNED],
 )
@@ -43,6 +44,8 @@ PARTLY = 3
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
 @memory_option
 @flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
+@click.option("--adapter", metavar="NAME", default="default", help="What the live PeftModel calls a folder's adapter.")
+@flag("--keep-names", help="Name tensors as the files do, and not as live objects.")
 @click.pass_obj
 def import_(settings: Settings, /, path: str, **options: Any) -> int:
     """Commit what a file or a model folder holds.
@@ -54,6 +57,9 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
 
     Of a folder, the model goes under model/, the states beside it under optim/, scheduler/, scaler/,
     rng/RANK/ and the like, small files under files/. What is left out is named, and the exit code is 3 then.
+
+    Tensors are named as in the live object: an adapter of PEFT has its name in them, and what torch.compile,
+    DistributedDataParallel and Fabric put in front of names is left out. What was renamed is said.
 
     Into a repository that has commits it goes where you say: --onto main puts it on top of main,
     --branch NAME begins a branch with a history of its own, --branch NAME --onto REVISION one that begins there.
@@ -75,6 +81,8 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
             f" {commit.stats.num_entries} entries, {total}, {new} of them new",
         )
         if not settings.json:
+            for sentence in commit.renamed:
+                click.echo(f"renamed: {escaped(sentence)}", err=True)
             for each in commit.left_out:
                 click.echo(f"left out: {escaped(each.name)}: {escaped(each.reason)}", err=True)
     return PARTLY if commit.left_out else 0
@@ -91,6 +99,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
         "cas-ckpt export v1 folder/ --max-shard-size 5GB --key 'model/**'",
         "cas-ckpt export main~3 state.pt",
         "cas-ckpt export main checkpoint/ --format dcp --max-shard-size 5GB",
+        "cas-ckpt export lora my-lora/ --adapter default",
     ],
     also=[14, 15, UNSIGNED],
 )
@@ -98,6 +107,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 @click.argument("path")
 @click.option("--format", type=click.Choice(["safetensors", "torch", "dcp"]), help="Default: by the end of the name.")
 @click.option("--max-shard-size", "max_shard_bytes", type=SIZE, help="Length of a shard, e.g. 5GB.")
+@click.option("--adapter", metavar="NAME", help="Write this adapter of a PeftModel, as a folder that PEFT opens.")
 @_KEYS
 @trust_option()
 @memory_option

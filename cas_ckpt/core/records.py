@@ -168,15 +168,17 @@ class ImportInfo(CommitInfo):
 
     Attributes:
         left_out: What is in the folder and not in the commit, by name; empty if it is all there.
+        renamed: How names of tensors differ from those in the files, a sentence for each state; empty if none does.
     """
 
     left_out: tuple[LeftOut, ...] = ()
+    renamed: tuple[str, ...] = ()
 
 
-def import_info(commit: CommitInfo, left_out: tuple[LeftOut, ...]) -> ImportInfo:
+def import_info(commit: CommitInfo, left_out: tuple[LeftOut, ...], renamed: tuple[str, ...]) -> ImportInfo:
     """`commit` as the answer of an import."""
     known = {each.name: getattr(commit, each.name) for each in fields(commit)}
-    return ImportInfo(**known, left_out=left_out)
+    return ImportInfo(**known, left_out=left_out, renamed=renamed)
 
 
 def info_from_row(row: CommitRow, *, forgotten: bool = False, restored_us: int | None = None) -> CommitInfo:

@@ -341,7 +341,8 @@ class StateVerbs(Opened):
         create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
         sign: Any = None, num_threads: int | None = None, memory_bytes: int | None = None, prefix: str = "",
-        follow_links: bool = False, progress: Progress | bool = False,
+        follow_links: bool = False, adapter: str = "default", keep_names: bool = False,
+        progress: Progress | bool = False,
     ) -> ImportInfo:  # fmt: skip
         """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
 
@@ -356,9 +357,13 @@ class StateVerbs(Opened):
             prefix: The key under which everything goes, e.g. "base"; the top if empty.
             follow_links: Read what symbolic links in a folder lead to outside of it. Those of the
                 Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
+            adapter: What the live PeftModel calls the adapter that a folder of PEFT holds.
+            keep_names: Name tensors as the files do. Else names are those of the live object: with the adapter's name,
+                without the names of wrappers (`_orig_mod.`, `module.`).
         Returns:
-            The commit; `left_out` names each file of a folder that is not in it, and why. So does its metadata, under
-            "left_out" (a `meta` that is no dict is then under "meta"), and `cas-ckpt log`.
+            The commit; `renamed` says how names differ from those in the files. `left_out` names each file of a
+            folder that is not in it, and why. So does its metadata, under "left_out" (a `meta` that is no dict is
+            then under "meta"), and `cas-ckpt log`.
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
@@ -377,13 +382,14 @@ class StateVerbs(Opened):
         with self._turn():
             request = request_on(self._handle, request, onto)
             return import_any(
-                self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=shown(progress)
-            )
+                self._handle, path, request, prefix=prefix, follow_links=follow_links, adapter=adapter,
+                keep_names=keep_names, progress=shown(progress),
+            )  # fmt: skip
 
     def export(
         self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
-        max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, trust: Trusted | None = None,
-        memory_bytes: int | None = None, progress: Progress | bool = False,
+        max_shard_bytes: int | None = None, keys: Keys = None, adapter: str | None = None, force: bool = False,
+        trust: Trusted | None = None, memory_bytes: int | None = None, progress: Progress | bool = False,
     ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
@@ -393,6 +399,8 @@ class StateVerbs(Opened):
                 folder of safetensors, sharded and with its index.
             max_shard_bytes: Length at which a file of a folder is closed.
             keys: Export only these.
+            adapter: Write the adapter of a PeftModel that has this name, as a folder that PEFT opens. The commit has
+                its adapter_config.json under "files", as an import puts it there, or `path` has it already.
             force: Replace files that are there already.
             trust: See `load`.
             memory_bytes: Most memory that the call takes; see `commit`. A torch file needs all of the state besides.
@@ -404,6 +412,6 @@ class StateVerbs(Opened):
         from cas_ckpt.files import export_any
 
         return export_any(
-            self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
-            memory_bytes=memory_bytes, progress=shown(progress), trust=given_trust(trust),
+            self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter,
+            force=force, memory_bytes=memory_bytes, progress=shown(progress), trust=given_trust(trust),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import IO, Any
@@ -38,10 +38,12 @@ from cas_ckpt.objects.state import (
     ValueItem,
     parse_key,
     render_key,
+    walk,
 )
 from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
 from cas_ckpt.ops.files.files import OutputFiles
-from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name
+from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name, read_side_file
+from cas_ckpt.ops.files.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
 from cas_ckpt.ops.files.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.transfer.restore_memory import least_bytes
@@ -72,8 +74,8 @@ class _Tensor:
 
 def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
-    max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
-    memory_bytes: int | None = None, progress: Progress = SILENT,
+    max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, adapter: str | None = None,
+    force: bool = False, memory_bytes: int | None = None, progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
     """Write the tensors of the state `root` to `path`, in bounded memory.
 
@@ -87,6 +89,8 @@ def export_safetensors(
             default 5 GB in a folder, no limit for a file; shards of `x.safetensors` are
             called x-00001-of-00002.safetensors.
         keys: Patterns of the keys to take; None takes all, which must then be tensors.
+        adapter: Write the folder of the adapter of a PeftModel that has this name, as PEFT does, and nothing else.
+            Its adapter_config.json is that of the commit under "files", or is in the folder already.
         force: Replace files that exist.
     Raises:
         UnsupportedValueError: an entry that safetensors cannot hold, by its key.
@@ -98,13 +102,22 @@ def export_safetensors(
     check_memory(memory_bytes, least_export_bytes(STEP_BYTES), "an export")
     place = FilePath(path)
     is_file = place.suffix == SUFFIX
-    folder, stem = (place.parent, place.stem) if is_file else (place, "model")
-    children = select(load_tree(handle, root), KeyPatterns(keys)).children
+    folder, stem = (place.parent, place.stem) if is_file else (place, "model" if adapter is None else ADAPTER_WEIGHTS)
+    tree = load_tree(handle, root)
+    children = select(tree, KeyPatterns(keys)).children
     metadata = _plain_leaves(handle, children.get(METADATA), str)
     side_files = None if is_file else _plain_leaves(handle, children.get(FILES), bytes)
     plain: dict[Name, Any] = {METADATA: metadata, FILES: side_files}
-    tensors = _named_tensors({name: item for name, item in children.items() if plain.get(name) is None})
+    states = {name: item for name, item in children.items() if plain.get(name) is None}
+    name_of: Callable[[Path], str | None] = tensor_name
     limit = max_shard_bytes if max_shard_bytes is not None or is_file else DEFAULT_SHARD_BYTES
+    if adapter is not None:
+        if is_file or max_shard_bytes is not None:
+            raise InvalidInputError("PEFT opens an adapter as a folder, not in shards: give a folder and no such limit")
+        kept = _plain_leaves(handle, tree.children.get(FILES), bytes) or {}
+        side_files = {**{name: kept[name] for name in [ADAPTER_CONFIG] if name in kept}, **(side_files or {})}
+        name_of, limit = _adapter_names(states, side_files.get(ADAPTER_CONFIG), folder, adapter).get, None
+    tensors = _named_tensors(states, name_of)
     shards = _shard(tensors, limit)
     names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -141,13 +154,48 @@ def _plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) 
     return {str(name): value for name, value in found.items()} if whole else None
 
 
-def _tensors(children: Mapping[Any, Item], above: Path) -> Iterator[tuple[Path, StoredTensor]]:
-    for name, item in children.items():
-        path = (*above, name)
+def _adapter_names(
+    states: Mapping[Name, Item], config: bytes | None, folder: FilePath, adapter: str
+) -> dict[Path, str]:
+    """The tensors of an adapter, and what they are called in its file.
+
+    Raises:
+        InvalidInputError: no configuration says what is the adapter's, or nothing is.
+    """
+    if config is None:
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise InvalidInputError(
+                f"neither the commit ({FILES}/{ADAPTER_CONFIG}) nor {folder} has the {ADAPTER_CONFIG} of the adapter: "
+                f"write it there first: model.peft_config[{adapter!r}].save_pretrained({str(folder)!r})"
+            )
+        config = read_side_file(folder / ADAPTER_CONFIG)
+    known = read_adapter(config, adapter)
+    if isinstance(known, str):
+        raise InvalidInputError(f"the adapter cannot be written: {known}")
+    states_by_path: dict[Path, list[str]] = {}
+    for path, _ in walk(Container("dict", dict(states))):
+        if path and isinstance(path[-1], str):
+            states_by_path.setdefault(path[:-1], []).append(path[-1])
+    found = {(*above, name): file for above, names in states_by_path.items()
+             for name, file in known.file_names(names).items()}  # fmt: skip
+    if not found:
+        there = sorted({name for names in states_by_path.values() for name in known.names_in(names)})
+        raise InvalidInputError(f"no tensor is of an adapter {adapter!r}: there are {', '.join(there) or 'none'}")
+    return found
+
+
+def _tensors(
+    children: Mapping[Any, Item], above: Path, name_of: Callable[[Path], str | None]
+) -> Iterator[tuple[Path, str, StoredTensor]]:
+    """Path, name and tensor of all that has a name."""
+    for each, item in children.items():
+        path = (*above, each)
         if isinstance(item, Container) and item.kind in CONTAINER_KINDS:
-            yield from _tensors(item.children, path)
+            yield from _tensors(item.children, path, name_of)
+        elif (name := name_of(path)) is None:
+            continue
         elif isinstance(item, StoredTensor) and item.flavor != Flavor.VALUE and is_expressible(item.spec):
-            yield path, item
+            yield path, name, item
         else:
             raise UnsupportedValueError(
                 f"{render_key(path)}: {_what(item)} cannot be written as safetensors: "
@@ -163,11 +211,11 @@ def _what(item: Item) -> str:
     return "a plain value"
 
 
-def _named_tensors(children: Mapping[Any, Item]) -> list[_Tensor]:
+def _named_tensors(children: Mapping[Any, Item], name_of: Callable[[Path], str | None]) -> list[_Tensor]:
     """All tensors, each under a name of its own."""
     found: dict[str, _Tensor] = {}
-    for path, stored in _tensors(children, ()):
-        key, name = render_key(path), tensor_name(path)
+    for path, name, stored in _tensors(children, (), name_of):
+        key = render_key(path)
         if name in found or name == METADATA_NAME:
             other = found[name].key if name in found else "the header's own entry"
             raise InvalidInputError(f"{key}: would be called {name!r} in the file, and so would {other}: leave one out")
