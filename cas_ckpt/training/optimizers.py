@@ -200,7 +200,7 @@ def _uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-        for found in loading:
+        for found in (*loading, optimizer):  # a wrapper may have taken over what the one in it had meanwhile
             vars(found).pop("__setstate__", None)
 
 

@@ -196,7 +196,7 @@ _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 """What a class raises that cannot load without values, or without the modules in it: it is not known to take them."""
 
 
-def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], version: int) -> bool:
+def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], version: int | None) -> bool:
     """Whether a module that `loads_by_itself` takes tensors of these shapes, which may be others than its own have.
 
     Observers of quantization resize their buffers; a later version may reshape what an earlier one saved. Tried with a
@@ -204,7 +204,7 @@ def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], 
 
     Args:
         shapes: Of what there is for it, by the names of its parameters and buffers.
-        version: Of the module that saved them.
+        version: Of the module that saved them; None: that of `owner`, as for a state that tells none.
     """
     faults: list[str] = []
     try:
@@ -219,7 +219,8 @@ def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], 
             "_buffers": {name: empty[name] for name in owner._buffers},
             "_modules": {}, "_load_state_dict_pre_hooks": OrderedDict(),
         }  # fmt: skip
-        trial._load_from_state_dict(state, "", {"version": version}, False, [], [], faults)
+        told = owner._version if version is None else version
+        trial._load_from_state_dict(state, "", {"version": told}, False, [], [], faults)
     except _REFUSALS:
         return False
     return not faults

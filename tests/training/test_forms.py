@@ -349,13 +349,26 @@ def test_a_module_that_reshapes_what_an_earlier_version_saved_takes_it() -> None
     assert target["model"]["old"].weight.sum() == 300
 
 
+class Migrating(Doubling):
+    """A module whose version 1 stored its weight as a column; as torch has it, a state of no version is its own."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, local: Mapping[str, Any], *rest: Any) -> None:
+        if local["version"] < 2:
+            state[prefix + "weight"] = state[prefix + "weight"].flatten()
+        torch.nn.Module._load_from_state_dict(self, state, prefix, local, *rest)
+
+
 @pytest.mark.parametrize(
     ("stored", "target"),
-    [(Column(299), Reshaping()), (torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(4))],
-    ids=["another size", "BatchNorm"],
+    [
+        (Column(299), Reshaping()),
+        (torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(4)),
+        (dict(Column().state_dict()), Migrating()),
+    ],
+    ids=["another size", "BatchNorm", "without a version"],
 )
 def test_a_module_that_loads_in_its_own_way_and_does_not_take_the_shape_is_refused_before_anything_is_touched(
-    stored: torch.nn.Module, target: torch.nn.Module
+    stored: Any, target: torch.nn.Module
 ) -> None:
     other = torch.zeros(2)
     before = {name: each.clone() for name, each in target.state_dict().items()}

@@ -455,9 +455,9 @@ class _Walk:
             return False
         start = f"{prefix}." if prefix else ""
         tensors = {name: stored.get(start + name) for name in (*params_of(owner), *buffers_of(owner))}
-        versions = self.draft.layout.versions.get(render_key(path[:-1]), {})
+        versions = self.draft.layout.versions.get(render_key(path[:-1]))
         shapes = {name: each.spec.shape for name, each in tensors.items() if isinstance(each, StoredTensor)}
-        return takes_shapes(owner, shapes, versions.get(prefix, 1))
+        return takes_shapes(owner, shapes, None if versions is None else versions.get(prefix, 1))
 
     def _optimizer(
         self, optimizer: torch.optim.Optimizer, form: OptimizerForm, item: Item, path: Path
