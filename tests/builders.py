@@ -101,7 +101,7 @@ def leave_garbage(handle: RepositoryHandle) -> CommitInfo:
     """A commit of `weights(1)` on main, and one of `weights(2)`, returned, that no ref leads to any more."""
     commit(handle, {"w": weights(1)})
     garbage = commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     return garbage
 
 

@@ -250,6 +250,7 @@ _SHELL_WORDS = tuple(
         (r'repo\.add_remote\("([^"]+)", URL\)', r"cas-ckpt remote add \1 URL"),
         (r"repo\.fetch\('?([^',()]+)'?, filter='([^']+)'\)", r"cas-ckpt fetch \1 --filter '\2'"),
         (r"repo\.set_remote\('?([^',()]+)'?, promisor=True\)", r"cas-ckpt remote set \1 --promisor"),
+        (r"repo\.set_remote\('?([^',()]+)'?, url=URL\)", r"cas-ckpt remote set-url \1 URL"),
         (
             r"repo\.set_remote\('?([^',()]+)'?, promisor=False, filter=\(\)\)",
             r"cas-ckpt remote set \1 --no-promisor --no-filter",

@@ -45,6 +45,7 @@ def standing(tracked: Tracked) -> str:
         "cas-ckpt branch -a -v",
         "cas-ckpt branch ft-math base",
         "cas-ckpt branch -d ft-math",
+        "cas-ckpt branch -D ft-failed",
         "cas-ckpt branch --undelete ft-math",
         "cas-ckpt branch -m ft-math ft-maths",
         "cas-ckpt branch --force main main~3",
@@ -57,6 +58,7 @@ def standing(tracked: Tracked) -> str:
 @flag("-r", "--remotes", help="List those of remotes.")
 @flag("-v", "--verbose", help="List them with what their commits say, and how they stand to those of the remote.")
 @_DELETE
+@flag("-D", "give_up", help="As --delete --force.")
 @_DRY
 @_UNDELETE
 @flag("-m", "--move", help="Rename: OLD NEW.")
@@ -65,17 +67,18 @@ def standing(tracked: Tracked) -> str:
 @click.pass_obj
 def branch(
     settings: Settings, words: tuple[str, ...], everywhere: bool, remotes: bool, verbose: bool, delete: bool,
-    dry_run: bool, undelete: bool, move: bool, default: str | None, force: bool,
+    give_up: bool, dry_run: bool, undelete: bool, move: bool, default: str | None, force: bool,
 ) -> None:  # fmt: skip
     """List the branches; make the branch NAME at REVISION (default: HEAD); delete or rename branches.
 
     Deleting takes the name away and says which commit it named; commits stay until they are
-    collected, and until then --undelete brings the branch back. A branch with commits that are not
-    at a tier yet is deleted only with --force: they are not pushed any more then. With --force an existing branch is
-    set to REVISION, an older commit too (git's reset); cas-ckpt reflog shows where it was.
-    The default branch cannot be deleted or renamed; it is marked with an asterisk.
+    collected, and until then --undelete brings the branch back. A branch with commits that no other branch, tag, pin or
+    branch of a remote leads to, or that are not at a tier yet, is deleted only with -D: they are not pushed any more
+    then. With --force an existing branch is set to REVISION, an older commit too (git's reset); cas-ckpt reflog shows
+    where it was. The default branch cannot be deleted or renamed; it is marked with an asterisk.
     """
     listed = everywhere or remotes or verbose
+    delete, force = delete or give_up, force or give_up
     _only_one(delete=delete, undelete=undelete, move=move, default=default is not None, list=listed)
     if default is not None and words:
         raise click.UsageError("--default takes one name, and nothing else")

@@ -10,6 +10,7 @@ import click
 from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, shard_option, verb, verb_group
 from cas_ckpt.cli.output import cut, echo_json, escaped, subject, summary, table
 from cas_ckpt.errors import PermissionDeniedError
+from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -269,6 +270,10 @@ def _show_collection(settings: Settings, report: GcReport) -> int:
     settings.say(report, "\n".join(table(_rows(report))))
     for _, problem in report.damaged:
         click.echo(f"cas-ckpt: left as it is: {escaped(problem)}", err=True)
+    if report.not_at_tiers:
+        commit, why = report.not_at_tiers[0]
+        what = f"{len(report.not_at_tiers)} forgotten commits keep their data, such as {commit[:SHORT_HEX]}: {why}"
+        click.echo(f"cas-ckpt: {escaped(what)}", err=True)
     if report.full:
         click.echo("cas-ckpt: no space for copies: only packs without anything needed were deleted", err=True)
     if report.denied:

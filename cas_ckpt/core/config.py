@@ -36,7 +36,7 @@ HONOURED, EMULATED = "honoured", "emulated"
 
 MIN_PACK_BYTES = 1024 * 1024
 
-_SHORT = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
+SHORT = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
 """What ids, names of branches and encodings are made of: all of them are shown, and some are parts of other names."""
 
 
@@ -110,7 +110,7 @@ def decode_config(record: bytes) -> Config:
         raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
     for name in ("store_id", "default_branch", "encoding"):
         value = getattr(config, name)
-        if not isinstance(value, str) or not _SHORT.match(value):
+        if not isinstance(value, str) or not SHORT.match(value):
             raise CorruptionError(f"{CONFIG_KEY}: a {name} that is {shown_value(value)}")
     if type(config.pack_bytes) is not int or not 0 < config.pack_bytes < 1 << 63:
         raise CorruptionError(f"{CONFIG_KEY}: packs of {shown_value(config.pack_bytes)} bytes")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from cas_ckpt.core.config import SHORT
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
 from cas_ckpt.core.trusted_hosts import SETTINGS_KEY, endpoint_of, require_trusted
@@ -49,6 +50,8 @@ class Remote:
         tier: A slower copy of this repository: what is not there yet is never collected here.
         promisor: Chunks that are missing here are there, and are brought from there when they are wanted.
         filter: Patterns of keys ("model/**") whose chunks `fetch` brings; empty: all. Only of a promisor.
+        repository: Id of the repository that was there when it was first asked; empty: it was not asked yet.
+        moved: The URL was set since: another repository may be there.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Remote:
     tier: bool = False
     promisor: bool = False
     filter: tuple[str, ...] = ()
+    repository: str = ""
+    moved: bool = False
 
     def __post_init__(self) -> None:
         check_remote_name(self.name)
@@ -68,9 +73,24 @@ class Remote:
         for pattern in self.filter:
             if not isinstance(pattern, str) or not pattern or len(pattern) > 1000 or not pattern.isprintable():
                 raise InvalidInputError(f"{shown_value(pattern)} is not a pattern of keys: write e.g. 'model/**'")
+        if not isinstance(self.repository, str) or (self.repository and not SHORT.match(self.repository)):
+            raise InvalidInputError(f"{shown_value(self.repository)} is not the id of a repository")
         if self.filter and not self.promisor:
             raise InvalidInputError(
                 "a filter leaves a part of the bytes there: only of a promisor, which keeps them (promisor=True)"
+            )
+
+    def require_same(self, found: str) -> None:
+        """See that the repository of the id `found`, which is at the URL now, may be meant.
+
+        Raises:
+            ConflictError: it is another one than before, and nobody set the URL since.
+        """
+        if self.repository and found != self.repository and not self.moved:
+            raise ConflictError(
+                f"remote {self.name!r} is another repository than when it was first asked: its id is {found[:12]}, it "
+                f"was {self.repository[:12]}: put that one back, or, if another one is meant, say where it is "
+                f"(repo.set_remote({self.name!r}, url=URL), the same URL too)"
             )
 
     def place(self, store: Store) -> str:
@@ -278,7 +298,7 @@ def _decode_remote(given: dict[str, Any]) -> Remote:
     for name in ("fetch", "push", "filter"):
         if name in given:
             given[name] = tuple(given[name])
-    for name in ("tier", "promisor"):
+    for name in ("tier", "promisor", "moved"):
         if given.get(name, True) is not True:
             raise ValueError(f"{name} is neither absent nor true")
     return Remote(**given)

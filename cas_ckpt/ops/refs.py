@@ -166,10 +166,11 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
     """Delete the branch; the commit that it named. The commit itself stays. A head on it is detached.
 
     Args:
-        force: Also if a tier lacks commits that it alone leads to: these are not pushed any more.
+        force: Also if it alone leads to commits: these are not pushed any more, and stay until its log expires.
     Raises:
         NotFoundError: no such branch. InvalidInputError: it is the default branch.
-        ConflictError: somebody committed to it at this moment; or commits of it are not at a tier yet.
+        ConflictError: somebody committed to it at this moment; or commits of it are not at a tier yet, or in no other
+            branch, tag, pin or branch of a remote.
     """
     if _is_default(handle, name):
         raise InvalidInputError(
@@ -182,10 +183,29 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
                 f"branch {name!r} leads to {count} commits that are not at {tier} yet: push them first "
                 f'(repo.push_pending("{tier}")), or give them up with force=True'
             )
+        alone = _led_to_alone(handle, name)
+        if alone:
+            raise ConflictError(
+                f"branch {name!r} alone leads to {alone} commits: merge, push or tag them, or delete it with force=True"
+            )
     deleted = delete_ref(handle, RefKind.BRANCH, name)
     if handle.head.branch == name:
         handle.head = replace(handle.head, branch=None)
     return deleted
+
+
+def _led_to_alone(handle: RepositoryHandle, name: str) -> int:
+    """How many commits no ref but the branch `name` leads to."""
+    own, others = list[Digest](), set[Digest]()
+    for ref in handle.refs.list():
+        if ref.kind is RefKind.BRANCH and ref.name == name and ref.target is not None:
+            own.append(ref.target)
+        elif ref.target is not None:
+            others.add(ref.target)
+    if others.issuperset(own):
+        return 0
+    graph = graph_behind(handle, own)
+    return len(graph.reached(own) - graph.reached(others))
 
 
 def set_default_branch(handle: RepositoryHandle, name: str) -> Digest:

@@ -50,9 +50,10 @@ class NameVerbs(Opened):
         """Delete the branch; the id that it named. Its commits stay until they are collected.
 
         Args:
-            force: Also if a tier does not have yet what it alone leads to.
+            force: Also if it alone leads to commits, or a tier does not have them yet.
         Raises:
-            InvalidInputError: it is the default branch. ConflictError: it leads to what a tier does not have yet.
+            InvalidInputError: it is the default branch. ConflictError: it leads to what a tier does not have yet, or to
+                commits that no other branch, tag, pin or branch of a remote leads to.
         """
         from cas_ckpt.ops.refs import delete_branch
 

@@ -299,7 +299,11 @@ class RemoteVerbs(Opened):
         push: str | Sequence[str] | None = None, tier: bool | None = None, promisor: bool | None = None,
         filter: str | Sequence[str] | None = None,  # noqa: A002 - as git calls it
     ) -> None:  # fmt: skip
-        """Change what is given of a remote, as for `add_remote`. Another filter counts for what comes from now on."""
+        """Change what is given of a remote, as for `add_remote`. Another filter counts for what comes from now on.
+
+        Args:
+            url: Where it is; even the same one says that another repository than before may be there.
+        """
         from cas_ckpt.ops.sync.remotes import set_remote
 
         fetched, pushed, keys = (None if given is None else texts(given) for given in (fetch, push, filter))

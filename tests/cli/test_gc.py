@@ -18,7 +18,7 @@ def place(tmp_path: Path) -> Path:
     with_waste = new_repository(tmp_path / "repo")
     commit(with_waste, {"w": numbers(64, 64, seed=1)})
     commit(with_waste, {"w": numbers(64, 64, seed=2)}, branch="side")
-    delete_branch(with_waste, "side")
+    delete_branch(with_waste, "side", force=True)
     with_waste.close()
     return tmp_path / "repo"
 

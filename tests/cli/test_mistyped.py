@@ -65,7 +65,7 @@ def test_a_deleted_branch_is_not_what_was_meant(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "r") as repo:
         repo.commit({"x": 1})
         repo.branch("trunk")
-        repo.delete_branch("trunk")
+        repo.delete_branch("trunk", force=True)
         with pytest.raises(NotFoundError, match="no branch, tag or commit 'trunks': see"):
             repo.resolve("trunks")
 

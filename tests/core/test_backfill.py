@@ -213,7 +213,7 @@ def test_packs_that_go_meanwhile_need_no_rows(path: Path) -> None:
     _older(path)
     with closing(RepositoryHandle.open(path)) as handle:
         noted = handle.index.read(pending.pending_packs)
-        delete_branch(handle, "side")
+        delete_branch(handle, "side", force=True)
         collect_garbage(handle, GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0))
         assert set(handle.index.read(pending.pending_packs)) < set(noted)
         complete_index(handle)
@@ -234,7 +234,7 @@ def test_what_was_collected_leaves_no_rows_and_has_them_again_when_it_comes_back
             handle.sync()
             before = said(handle.index)
             assert before["t_layout_aliases"] and before["t_layout_axes"] and before["t_placements"]
-            delete_branch(handle, "side")
+            delete_branch(handle, "side", force=True)
             collect_garbage(handle, GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0))
             assert handle.index.read(integrity.stray_rows) == []
             after = said(handle.index)

@@ -132,7 +132,7 @@ def test_what_another_process_committed_is_not_written_again(tmp_path: Path) -> 
     [
         lambda handle: commit(handle, OTHER),
         lambda handle: create_branch(handle, "new"),
-        lambda handle: delete_branch(handle, "side"),
+        lambda handle: delete_branch(handle, "side", force=True),
     ],
     ids=["commit", "branch", "delete"],
 )

@@ -91,7 +91,7 @@ def test_a_tag_on_a_forgotten_commit_keeps_it_by_naming_it(wide: RepositoryHandl
 
 def test_a_forgotten_branch_that_is_undeleted_goes_on(wide: RepositoryHandle) -> None:
     create_branch(wide, "side", start="main~1")
-    delete_branch(wide, "side")
+    delete_branch(wide, "side", force=True)
     forget(wide, revisions=["main~1"])
     undelete_ref(wide, RefKind.BRANCH, "side")
     commit(wide, {"x": "on top"}, branch="side")

@@ -205,7 +205,7 @@ def test_a_branch_comes_back_over_a_commit_without_data_only_if_that_was_forgott
     if is_forgotten:
         write_forgotten(handle.store, [middle], author="me")
     take_data(handle, middle)
-    delete_branch(handle, "ft")
+    delete_branch(handle, "ft", force=True)
     state = read_gc_state(handle.store)
     swap_gc_state(handle.store, state, generation=state.generation.next(), phase="idle", condemned=())
     if is_forgotten:

@@ -218,7 +218,7 @@ def test_a_branch_that_somebody_deleted_begins_again_where_the_state_came_from(r
     repo.checkout("ft", into={"x": 0})
     first = repo.commit({"x": 9})
     with again(repo) as other:
-        other.delete_branch("ft")
+        other.delete_branch("ft", force=True)
     made = repo.commit({"x": 10})
     assert parents(made) == [first.id]
     assert repo.branches()["ft"] == made.id

@@ -396,7 +396,7 @@ def test_a_collection_condemns_no_more_packs_than_a_record_names(
     handle.close()
     with Repository.open(tmp_path / "repo", group=None) as repo:
         gone = [info.id for info in repo.log("side")]
-        repo.delete_branch("side")
+        repo.delete_branch("side", force=True)
         repo.forget(revisions=gone)
         deleted = [repo.gc(min_age_s=0).deleted_packs for _ in range(7)]
         assert max(deleted) == 3 and sum(deleted) > 6 and deleted[-1] == 0

@@ -131,7 +131,7 @@ def test_a_bucket_that_denies_deletion_is_written_and_gc_says_what_stays(s3: S3S
         first = repo.commit({"x": 1})
         for name in ("other", "third"):
             repo.commit({"x": name}, branch=name)
-            repo.delete_branch(name)
+            repo.delete_branch(name, force=True)
         report = repo.gc(min_age_s=0, reflog_expire_s=0)
         assert "AccessDenied" in report.denied
         assert report.denied_packs == 2 and report.denied_bytes
@@ -158,7 +158,7 @@ def test_a_bucket_that_keeps_old_versions_is_collected(s3: S3Server, lock: bool)
         repo.commit({"x": 1})
         for name in ("other", "third"):
             repo.commit({"x": name}, branch=name)
-            repo.delete_branch(name)
+            repo.delete_branch(name, force=True)
         report = repo.gc(min_age_s=0, reflog_expire_s=0)
         assert report.deleted_packs == 2 and not report.denied
         assert repo.load("main") == {"x": 1}

@@ -44,7 +44,7 @@ def fill(repo: Repository) -> str:
     first = repo.commit({"x": 1})
     for name in ("other", "third"):
         repo.commit({"x": name}, branch=name)
-        repo.delete_branch(name)
+        repo.delete_branch(name, force=True)
     return first.id
 
 

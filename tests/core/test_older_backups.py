@@ -73,7 +73,7 @@ def ages(tmp_path_factory: pytest.TempPathFactory) -> Ages:
     for seed in (5, 6):
         live[commit(repo, {"w": weights(seed)}).root] = seed
     forget(repo, revisions=[first.id])
-    delete_branch(repo, "side")
+    delete_branch(repo, "side", force=True)
     garbage(repo, 31)
     garbage(repo, 32)
     live[commit(repo, {"w": weights(7)}).root] = 7
@@ -86,7 +86,7 @@ def ages(tmp_path_factory: pytest.TempPathFactory) -> Ages:
 def garbage(repo: RepositoryHandle, seed: int) -> None:
     for at in (seed, seed + 100):
         commit(repo, {"w": weights(at)}, branch=f"garbage-{seed}", orphan=True)
-    delete_branch(repo, f"garbage-{seed}")
+    delete_branch(repo, f"garbage-{seed}", force=True)
     assert collect_garbage(repo, NOW).deleted_packs
 
 

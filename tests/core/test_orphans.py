@@ -216,7 +216,7 @@ def test_writers_that_die_before_their_swap_again_and_again_leave_no_orphans(
 
 def test_branches_that_were_deleted_or_moved_away_leave_no_orphans(handle: RepositoryHandle) -> None:
     line(handle, "side", 2, 3, 4)
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     line(handle, "moved", 5, 6)
     for _at in range(MAX_LOG + 2):  # more moves than the log remembers
         create_branch(handle, "moved", start="main", force=True)

@@ -30,7 +30,7 @@ def again(handle: RepositoryHandle) -> RepositoryHandle:
 def collected(handle: RepositoryHandle) -> None:
     """Some garbage is made and collected: a generation begins."""
     commit(handle, {"w": numbers(64, 64, seed=99)}, branch="garbage")
-    delete_branch(handle, "garbage")
+    delete_branch(handle, "garbage", force=True)
     assert collect_garbage(handle, NOW).deleted_packs
 
 
@@ -126,7 +126,7 @@ def test_a_generation_is_not_taken_for_another_of_the_same_number(handle: Reposi
     for prefix in ("refs", "names"):
         handle.store.delete(f"{prefix}/heads/garbage.ref")
     process = RepositoryHandle.open(handle.store.url, index_url=":memory:")
-    delete_branch(process, "other")
+    delete_branch(process, "other", force=True)
     assert collect_garbage(process, NOW).deleted_packs  # generation 1 again, another one
     info = commit(sleeper, {"w": numbers(64, 64, seed=7)})
     assert stored_arrays(again(handle), info.root)["w"].size

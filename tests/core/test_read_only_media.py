@@ -33,7 +33,7 @@ def _make(path: Path, state: str) -> None:
     index = path / INDEX_PATH
     with closing(init_repository(path)) as handle:
         commit(handle, {"w": numbers(64, 64, seed=1)}, branch="side")
-        delete_branch(handle, "side")
+        delete_branch(handle, "side", force=True)
         if state == "behind":
             handle.index.close()
             shutil.copytree(index.parent, path.parent / "kept")

@@ -106,7 +106,7 @@ class Citizen:
         forks = [ref.name for ref in self.handle.refs.list(RefKind.BRANCH) if ref.name.startswith("fork-")]
         try:
             if forks:
-                delete_branch(self.handle, self.random.choice(forks))
+                delete_branch(self.handle, self.random.choice(forks), force=True)
         except (NotFoundError, ConflictError) as error:
             print("not deleted", error, flush=True)
 

@@ -107,7 +107,7 @@ def _template() -> World:
         info = commit(handle, items(seed), branch=branch)
         if branch != "gone" and seed != 1:
             world.kept[info.id] = seed
-    delete_branch(handle, "gone")
+    delete_branch(handle, "gone", force=True)
     forget_revisions(handle, ["main~2"])
     return world
 

@@ -80,7 +80,7 @@ class History:
         assert collect_garbage(self.handle, options).deleted_packs > 1
 
     def delete(self, branch: str) -> None:
-        delete_branch(self.handle, branch)
+        delete_branch(self.handle, branch, force=True)
         del self.kept[self.heads.pop(branch)]
 
     def forget(self, revision: str, *, seed: int) -> None:

@@ -251,7 +251,7 @@ def test_what_a_killed_push_left_recorded_as_released_is_taken_out_once_refs_lea
     waiting = handle.refs.get(RefKind.BRANCH, "side").target
     assert waiting is not None
     write_released(push.inner, [waiting, other])
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     assert heads & read_released(push.inner)
     collect_garbage(handle, GcOptions())
     assert read_released(push.inner) == {waiting}

@@ -152,7 +152,7 @@ def test_each_does_its_work_and_no_more(guarded: Guarded, tmp_path: Path, monkey
     client_of_now(guarded.server).create_multipart_upload(Bucket=BUCKET, Key=f"{PREFIX}/packs/00/{'0' * 32}.data")
     with opened(guarded.url) as repo:
         repo.branch("ft")
-        repo.delete_branch("ft")
+        repo.delete_branch("ft", force=True)
         repo.forget(revisions=["main~1"])
         assert repo.gc(min_age_s=0).denied == ""
         assert repo.fsck(read_data=True).ok

@@ -141,7 +141,7 @@ def fill(golden: Golden) -> None:
     golden.repo.branch("side/one", start=second)
     golden.commit({"lora": ramp(64, 8), **encoded(1)}, "on the side", branch="side/one", step=2)
     golden.repo.branch("gone")
-    golden.repo.delete_branch("gone")
+    golden.repo.delete_branch("gone", force=True)
     golden.repo.tag("v1", "trunk~2")
     golden.repo.tag("best", "side/one")
     golden.commit({"alone": ramp(3)}, "", branch="orphan", orphan=True)

@@ -199,7 +199,7 @@ def test_two_repositories_in_one_database_do_not_disturb_one_another(tmp_path: P
             for repo in (one, two):
                 commit(repo, {"w": numbers(64, 64, seed=step)}, branch="side")
                 info = commit(repo, {"w": numbers(64, 64, seed=step + 100)})
-                delete_branch(repo, "side")
+                delete_branch(repo, "side", force=True)
                 collect_garbage(repo, eager)
                 assert len(list(log_commits(repo))) == step + 1
                 assert stored_arrays(repo, info.root).keys() == {"w"}

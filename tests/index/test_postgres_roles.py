@@ -92,7 +92,7 @@ def test_a_writer_commits_and_branches_but_collects_rebuilds_and_upgrades_nothin
     with closing(RepositoryHandle.open(path, index_url=url_of("writer"))) as handle:
         info = commit(handle, {"w": numbers(64, 64, seed=2), "x": 1}, metrics={"loss": 1.0})
         create_branch(handle, "side", start="main")
-        delete_branch(handle, "side")
+        delete_branch(handle, "side", force=True)
         assert handle.index.packs().keys() == dict(handle.store.list("packs/")).keys()
         leave_garbage(handle)
         packs = dict(handle.store.list("packs/"))

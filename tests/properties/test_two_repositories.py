@@ -51,7 +51,7 @@ def do(deed: tuple[object, ...], sides: dict[str, Repository]) -> None:
         case ("pull", str(branch)):
             here.pull("origin", branch)
         case ("delete", str(name)):
-            sides[name].delete_branch("ft")
+            sides[name].delete_branch("ft", force=True)
 
 
 def require_agreement(sides: dict[str, Repository]) -> None:

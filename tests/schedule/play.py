@@ -268,7 +268,7 @@ def _tag(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
 
 def _delete(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
     """delete BRANCH"""
-    return delete_branch(handle, words[0])
+    return delete_branch(handle, words[0], force=True)
 
 
 def _rename(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:

@@ -160,7 +160,7 @@ def _plain(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
 def _garbage(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
     """The same, but `old` was deleted: b is garbage."""
     ids = _plain(process)
-    delete_branch(process(), "old")
+    delete_branch(process(), "old", force=True)
     return ids
 
 
@@ -170,7 +170,7 @@ def _double(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
     second.begin_writing()
     ids = {"a": commit(first, "a"), "ax": commit(second, "ax", "dup"), "b": commit(process(), "b", "old")}
     for name in ("dup", "old"):
-        delete_branch(process(), name)
+        delete_branch(process(), name, force=True)
     return ids
 
 
@@ -181,7 +181,7 @@ def _history(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
         "b": commit(process(), "b", "old"),
         "c": commit(process(), "c"),
         "bc": commit(process(), "bc"),
-        "gone": delete_branch(process(), "old").hex(),
+        "gone": delete_branch(process(), "old", force=True).hex(),
     }
 
 
@@ -192,7 +192,7 @@ def _tall(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
     create_branch(process(), "old", start=ids["ab"])
     ids["be"] = commit(process(), "be", "old")
     ids["bef"] = commit(process(), "bef", "old")
-    delete_branch(process(), "old")
+    delete_branch(process(), "old", force=True)
     return ids
 
 

@@ -55,5 +55,5 @@ def test_branches_whose_names_a_service_lists_in_another_order(
         assert [each.id for each in repo.log(all_refs=True)] == [first.id]
         assert repo.gc(dry_run=True).deleted_packs == 0
         assert repo.fsck().ok
-        repo.delete_branch("ft-b")
+        repo.delete_branch("ft-b", force=True)
         assert "ft-b" not in repo.branches()

@@ -1,7 +1,8 @@
 """gc: condemn, fence, rescue, delete (docs/gc.md has the story and its proof).
 
     g1  list the packs                                   BEFORE the refs
-    g2  read refs, their logs, pins, forgotten commits; find what is dead
+    g2  read refs, their logs, pins, forgotten commits; find what is dead. Of what was forgotten and is whole here,
+        tiers are asked whether they have it: what they lack stays for this time
     g3  choose packs: dead ones, and sparse and small ones, whose needed part is copied first
     g4  swap gc/state: idle g -> condemned g+1           writers that ask from now on avoid these packs
     g5  FENCE: swap every ref of generation <= g to g+1  a commit that began before g4 cannot land any more
@@ -24,7 +25,8 @@ from dataclasses import replace
 from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.core.forgotten import merge_forgotten, sweep_released, write_released
+from cas_ckpt.core.at_tiers import not_at_tiers, whole_commits
+from cas_ckpt.core.forgotten import merge_forgotten, readable_forgotten, sweep_released, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LiveSets, all_refs, graph_with, live_sets, read_graph, released_by_expiry
 from cas_ckpt.core.protocol import (
@@ -236,13 +238,30 @@ class Collection:
             self.handle.refs.announce(named - self.handle.refs.announced())
         self._expired = {(ref.kind, ref.name): {move for move in ref.log if move.time_us < expired_us} for ref in refs}
         try:
-            sets = live_sets(self.handle, refs=refs, expire_before_us=expired_us, keep_orphans=True)
+            sets = self._without_what_tiers_lack(refs, expired_us)
             if any(self._expired.values()):
                 self._released = released_by_expiry(self.handle, refs, sets, expired_us)
             return sets
         except CorruptionError:
             self._require_alone()  # else it is not damage, but what the other one moved between two pages of a listing
             raise
+
+    def _without_what_tiers_lack(self, refs: Sequence[Ref], expired_us: int) -> LiveSets:
+        """What must stay; forgotten commits, too, that a tier is to have and lacks: their last copy would go.
+
+        `forget` asked the tiers when it wrote down what it gave up, which may be long ago.
+        """
+        sets = live_sets(self.handle, refs=refs, expire_before_us=expired_us, keep_orphans=True)
+        if not sets.forgotten or not read_settings(self.handle.store).tiers:
+            return sets
+        graph = read_graph(self.handle)
+        going = [Digest(one) for one in sets.forgotten if graph.commits[one].root not in sets.roots]
+        lacking = not_at_tiers(self.handle, refs, whole_commits(self.handle, graph, going))
+        if not lacking:
+            return sets
+        self._note(not_at_tiers=tuple((commit.hex(), why) for commit, why in sorted(lacking.items())))
+        gone = readable_forgotten(self.handle.store) - lacking.keys()
+        return live_sets(self.handle, refs=refs, forgotten=gone, expire_before_us=expired_us, keep_orphans=True)
 
     def read_refs(self) -> Sequence[Ref]:
         """Every ref: placeholders and deleted ones too.

@@ -230,6 +230,7 @@ class GcReport(Brief):
         temporaries, temporary_bytes: Unfinished files that writers left when they died, and that were removed.
         full: There was no space for copies; only packs without anything needed were deleted.
         denied: Why packs could not be deleted, as in a bucket that only takes new objects; "": nothing was denied.
+        not_at_tiers: (commit, why): was forgotten, and keeps its data here, as a tier that is to have it lacks it.
         denied_packs, denied_bytes: Those that are still there for it. Nothing relies on them any more; a later
             collection deletes them once it may.
     """
@@ -257,6 +258,7 @@ class GcReport(Brief):
     denied: str = ""
     denied_packs: int = 0
     denied_bytes: int = 0
+    not_at_tiers: tuple[tuple[str, str], ...] = ()
 
 
 def foreseen(report: GcReport, plan: GcPlan, leftovers: Leftovers) -> GcReport:

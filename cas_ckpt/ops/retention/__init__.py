@@ -5,8 +5,8 @@
     3. what nothing keeps is recorded as forgotten; its data goes at the next garbage collection, its record stays
 
 `policy.py` is the rules as people write them, and the record of the repository that carries them; `rules.py` decides,
-pure; `forget.py` asks it about a repository and writes the records of forgotten commits; `at_tiers.py` asks the tiers
-whether they still have what is about to be given up here.
+pure; `forget.py` asks it about a repository, and tiers whether they still have what is about to be given up here
+(core/at_tiers.py), and writes the records of forgotten commits.
 
 Nothing is deleted here.
 """

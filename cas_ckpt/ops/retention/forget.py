@@ -2,7 +2,7 @@
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
     f2  decide (ops/retention/rules.py), or take the commits that were named; of what is to go, tiers are asked whether
-        they still have it (ops/retention/at_tiers.py)
+        they still have it (core/at_tiers.py)
     f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
         reads them once, and answers for that moment)
     f4  write one record of the commits that are forgotten now
@@ -25,6 +25,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from cas_ckpt import clock
+from cas_ckpt.core.at_tiers import not_at_tiers
 from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import readable_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
@@ -45,9 +46,10 @@ from cas_ckpt.index import history, restores
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.freed import stored_bytes_freed
 from cas_ckpt.ops.history.log import require_metric
-from cas_ckpt.ops.retention.at_tiers import not_at_tiers
 from cas_ckpt.ops.retention.policy import Policy, Retention, read_policy
 from cas_ckpt.ops.retention.rules import Candidate, Line, decide
 from cas_ckpt.progress import SILENT, Progress
@@ -175,7 +177,13 @@ def _not_at_tiers(
     for name, commits in unpushed_by_tier(handle, refs).items():
         found |= dict.fromkeys(commits.intersection(going), (f"not at {name} yet",))
     asked = [digest for digest in going if digest not in found]
-    return found | {one: (why,) for one, why in not_at_tiers(handle, refs, asked, read_data=verify_tier).items()}
+    lacking = not_at_tiers(handle, refs, asked, damaged=_damaged) if verify_tier else not_at_tiers(handle, refs, asked)
+    return found | {one: (why,) for one, why in lacking.items()}
+
+
+def _damaged(tier: RepositoryHandle) -> set[str]:
+    """Ids of the commits that are damaged there; every byte is read."""
+    return {hit.commit for each in check_open(tier, DataOptions()).problems for hit in each.hits}
 
 
 def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored: int | None) -> Candidate:

@@ -31,7 +31,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError,
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.opened import opened, require_whole
 from cas_ckpt.ops.sync.rebase import rebase as rebase_branch
-from cas_ckpt.ops.sync.remotes import FETCH_HEAD, ORIGIN, add_remote, check_promisor, is_wanted, remote_named
+from cas_ckpt.ops.sync.remotes import FETCH_HEAD, ORIGIN, add_remote, check_promisor, is_wanted, recognise, remote_named
 from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, graph_of_both, hex_of, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
@@ -100,6 +100,7 @@ def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
         )
     request = replace(request, filter=request.filter or remote.filter, widen=bool(request.filter))
     with opened(url, read_only=True, cache=handle.cache_place, taker=handle) as other:
+        recognise(handle, other, remote, dry_run=request.dry_run)
         return replace(_fetch(handle, other, name, request, request.branches or remote.fetch), url=other.store.url)
 
 
@@ -204,6 +205,8 @@ def pull(
     if remote is not None:
         request = replace(request, filter=request.filter or remote.filter)
     with opened(url, read_only=True, cache=handle.cache_place, taker=handle) as other:
+        if remote is not None:
+            recognise(handle, other, remote, dry_run=request.dry_run)
         theirs = _branch_there(other, own)
         there = other.store.url
         source = other
@@ -328,11 +331,12 @@ def _begun(
 
 def _is_half_a_clone(made: RepositoryHandle, origin: Remote) -> bool:
     """Whether nothing was done there but a clone of `origin` that has not ended."""
-    remotes = read_settings(made.store).remotes
-    return remotes == (origin,) and not any(made.refs.list(RefKind.BRANCH))
+    remotes = [replace(remote, repository="") for remote in read_settings(made.store).remotes]
+    return remotes == [origin] and not any(made.refs.list(RefKind.BRANCH))
 
 
 def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest, branch: str) -> SyncReport:
+    recognise(made, other, read_settings(made.store).remote(ORIGIN), dry_run=False)
     wanted = (*request.branches, branch) if request.branches else ()  # what begins here comes like the others
     report = _fetch(made, other, ORIGIN, replace(request, branches=()), wanted)
     start = branch_target(other, branch)

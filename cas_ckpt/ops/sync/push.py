@@ -24,7 +24,7 @@ from cas_ckpt.core.revisions import current_branch, named_ref, resolve
 from cas_ckpt.errors import AmbiguousIdError, CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.sync.opened import opened
-from cas_ckpt.ops.sync.remotes import is_wanted, parse_refspec, remember, remote_named, whole_name
+from cas_ckpt.ops.sync.remotes import is_wanted, parse_refspec, recognise, remember, remote_named, whole_name
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
 
@@ -77,6 +77,8 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
         memory_bytes=request.memory_bytes,
     )  # fmt: skip
     with opened(url, read_only=request.dry_run, cache=handle.cache_place) as other:
+        if remote is not None:
+            recognise(handle, other, remote, dry_run=request.dry_run)
         updates = [_as_there(other, update, request) for update in updates]
         _check_deletions(updates, other)
         _check_new_tags(updates, other, handle)

@@ -1,7 +1,8 @@
 """remotes: other repositories under short names, and which refs of theirs and ours go together.
 
     list, add, remove, rename, set    the settings of the repository (core/settings.py)
-    opened                            the repository that a name, a URL or a path means
+    remote_named                      what a name, a URL or a path means
+    recognise                         is it the repository that it was when it was first asked
     parse_refspec                     what people write for "this ref, to that one"
 
 A branch `main` of the remote `origin` is remembered here as `refs/remotes/origin/main`, and as a revision it is written
@@ -19,23 +20,16 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import graph_with, live_sets, promised_commits, promisors, read_graph
+from cas_ckpt.core.live import graph_behind, graph_with, live_sets, promised_commits, promisors, read_graph
 from cas_ckpt.core.publish import take_away
 from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import REFS, Ref, RefKind, check_name, check_new_name
 from cas_ckpt.core.revisions import split_name
-from cas_ckpt.core.settings import (
-    Remote,
-    Settings,
-    change_settings,
-    check_remote_name,
-    check_url,
-    read_settings,
-    stored_url,
-)
+from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
 from cas_ckpt.index import liveness
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.sync.bundle_file import BundleStore
 from cas_ckpt.ops.sync.opened import opened
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
 from cas_ckpt.storage.store import Store
@@ -56,6 +50,7 @@ class RemoteInfo:
         push: Branches that `push` sends when none are named; empty: the one that is checked out.
         filter: Patterns of keys whose chunks `fetch` brings; empty: all.
         branches: Branch of the remote -> the commit that it named when it was last asked.
+        repository: Id of the repository that it was when it was first asked; empty: it was not asked yet.
     """
 
     name: str
@@ -66,6 +61,7 @@ class RemoteInfo:
     promisor: bool
     filter: tuple[str, ...]
     branches: dict[str, str]
+    repository: str = ""
 
 
 def list_remotes(handle: RepositoryHandle) -> list[RemoteInfo]:
@@ -75,6 +71,7 @@ def list_remotes(handle: RepositoryHandle) -> list[RemoteInfo]:
         RemoteInfo(
             remote.name, remote.url, remote.fetch, remote.push, remote.tier, remote.promisor, remote.filter,
             {_branch_of(remote.name, ref): ref.target.hex() for ref in _of(remote.name, tracking) if ref.target},
+            remote.repository,
         )
         for remote in read_settings(handle.store).remotes
     ]  # fmt: skip
@@ -139,14 +136,17 @@ def add_remote(
         ConflictError: there is a remote of that name. InvalidInputError: no possible name; the URL carries a secret; a
             filter of what is no promisor; or a promisor of a repository that is not on a local disk.
     """
-    handle.require_writable()
     check_promisor(handle.store, promisor)
-    check_new_name(f"{check_remote_name(name)}/main")  # as its branches are called here
-    made = Remote(name, stored_url(url), tuple(fetch), tuple(push), tier, promisor, tuple(keys))
+    return _add(handle, Remote(name, stored_url(url), tuple(fetch), tuple(push), tier, promisor, tuple(keys)))
+
+
+def _add(handle: RepositoryHandle, made: Remote) -> Remote:
+    handle.require_writable()
+    check_new_name(f"{made.name}/main")  # as its branches are called here
 
     def add(held: Settings) -> Settings:
-        if any(remote.name == name for remote in held.remotes):
-            raise ConflictError(f"there is a remote {name!r} already: repo.set_remote changes it")
+        if any(remote.name == made.name for remote in held.remotes):
+            raise ConflictError(f"there is a remote {made.name!r} already: repo.set_remote changes it")
         return held.with_remote(made)
 
     change_settings(handle.store, add)
@@ -158,7 +158,7 @@ def set_remote(
     fetch: Sequence[str] | None = None, push: Sequence[str] | None = None, tier: bool | None = None,
     promisor: bool | None = None, keys: Sequence[str] | None = None,
 ) -> Remote:  # fmt: skip
-    """Change what is given of a remote; what it is then.
+    """Change what is given of a remote; what it is then. Where the URL is given, another repository may be there.
 
     Raises:
         NotFoundError: there is no such remote. InvalidInputError: the URL carries a secret; a filter of what is no
@@ -172,11 +172,49 @@ def set_remote(
         "filter": None if keys is None else tuple(keys),
     }  # fmt: skip
     changes = {key: value for key, value in given.items() if value is not None}
-    settings = change_settings(
-        handle.store,
-        lambda held: held.with_remote(replace(held.remote(name), **changes)),  # type: ignore[arg-type]
-    )
-    return settings.remote(name)
+
+    def change(held: Settings) -> Settings:
+        was = held.remote(name)
+        moved = was.moved or (url is not None and bool(was.repository))
+        return held.with_remote(replace(was, moved=moved, **changes))  # type: ignore[arg-type]
+
+    return change_settings(handle.store, change).remote(name)
+
+
+def recognise(handle: RepositoryHandle, other: RepositoryHandle, remote: Remote, *, dry_run: bool) -> None:
+    """See that `other` is the repository that the remote was when it was first asked; if it is asked now, note its id.
+
+    Where another one is meant since (`Remote.moved`), what was remembered of branches of the former one goes, if it
+    is not so there and this repository's own refs keep the commits: else nothing would be pushed that seems to be
+    there. A bundle is a file, and a new one each time.
+
+    Raises:
+        ConflictError: it is another one, and nobody set the URL since.
+    """
+    found = other.config.store_id
+    if isinstance(other.store, BundleStore):
+        return
+    remote.require_same(found)
+    if (remote.repository == found and not remote.moved) or dry_run or handle.read_only:
+        return
+    if remote.repository not in ("", found):
+        _forget_untrue(handle, other, remote.name)
+
+    def note(held: Settings) -> Settings:
+        same = [one for one in held.remotes if (one.name, one.url) == (remote.name, remote.url)]
+        return held.with_remote(replace(same[0], repository=found, moved=False)) if same else held
+
+    change_settings(handle.store, note)
+
+
+def _forget_untrue(handle: RepositoryHandle, other: RepositoryHandle, name: str) -> None:
+    there = {f"{name}/{ref.name}": ref.target for ref in other.refs.list(RefKind.BRANCH)}
+    refs = list(handle.refs.whole())
+    own = [ref.target for ref in refs if ref.kind is not RefKind.REMOTE and ref.target is not None]
+    kept = graph_behind(handle, own).reached(own)
+    for ref in _of(name, [ref for ref in refs if ref.kind is RefKind.REMOTE]):
+        if ref.target in kept and there.get(ref.name) != ref.target:
+            take_away(handle, ref, f"{name} is another repository")
 
 
 def check_promisor(store: Store, promisor: bool | None) -> None:
@@ -239,10 +277,7 @@ def rename_remote(handle: RepositoryHandle, old: str, new: str) -> Remote:
         NotFoundError: there is no remote `old`. ConflictError: there is one called `new`.
     """
     held = read_settings(handle.store).remote(old)
-    made = add_remote(
-        handle, new, held.url, fetch=held.fetch, push=held.push, tier=held.tier, promisor=held.promisor,
-        keys=held.filter,
-    )  # fmt: skip
+    made = _add(handle, replace(held, name=new))
     tracking = _of(old, list(handle.refs.list(RefKind.REMOTE)))
     remember(handle, {f"{new}/{_branch_of(old, ref)}": ref.target for ref in tracking}, f"renamed from {old}")
     _take_remote_away(handle, held)

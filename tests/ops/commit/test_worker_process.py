@@ -420,7 +420,7 @@ def test_a_collection_between_the_last_pack_and_the_swap_loses_nothing(
         collected = 1
         from cas_ckpt.ops.refs import delete_branch
 
-        delete_branch(main, "side")
+        delete_branch(main, "side", force=True)
         collect_garbage(main, replace(EAGER, min_age_s=0))
 
     made = put(commits, {"w": array}, check=collect)

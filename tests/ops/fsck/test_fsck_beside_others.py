@@ -34,7 +34,7 @@ def somebody_else(path: Path) -> None:
     """Commits, forgets, and collects with a vengeance, so that packs come and go."""
     handle = RepositoryHandle.open(path)
     commit(handle, {"w": numbers(60, 60, seed=99), "kept": numbers(50, 50, seed=1)})
-    delete_branch(handle, "doomed")
+    delete_branch(handle, "doomed", force=True)
     old = [digest for digest, link in handle.index.read(history.read_links).items() if not link.parents]
     write_forgotten(handle.store, map(Digest, old), author="test")
     done = collect_garbage(handle, EAGER)

@@ -113,7 +113,7 @@ def test_what_is_committed_and_collected_during_a_rebuild_is_in_the_new_index(
             found = real(store, key)
             if not made:
                 made.append(commit(other, {"w": numbers(30, 30, seed=77)}))
-                delete_branch(other, "side")
+                delete_branch(other, "side", force=True)
                 collect_garbage(other, EAGER)
             return found
 

@@ -128,7 +128,7 @@ def without_dev(tmp_path: Path) -> tuple[Path, str]:
     handle = new_repository(tmp_path / "lost")
     commit(handle, {"w": numbers(40, 40, seed=1)})
     commit(handle, {"w": numbers(40, 40, seed=3)}, branch="gone")
-    delete_branch(handle, "gone")
+    delete_branch(handle, "gone", force=True)
     assert collect_garbage(handle, ALL).deleted_packs  # so that repairs look at what is there
     kept = commit(handle, {"w": numbers(40, 40, seed=2)}, branch="dev").id
     handle.close()

@@ -132,7 +132,7 @@ def test_a_live_collection_that_repair_gave_up_deletes_nothing(tmp_path: Path) -
     before = data_packs(tmp_path / "repo")
     commit(handle, {"w": numbers(64, 64, seed=2)}, branch="side")
     [garbage] = data_packs(tmp_path / "repo") - before
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     copy = copy_of(tmp_path / "repo", tmp_path / "copy")
 
     class Beside(Collection):

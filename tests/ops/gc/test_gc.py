@@ -65,7 +65,7 @@ def test_a_repository_in_which_everything_is_needed_stays_as_it_is(handle: Repos
 def test_what_only_a_deleted_branch_needed_goes(handle: RepositoryHandle) -> None:
     kept = commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     report = collect_garbage(handle, NOW)
     assert report.deleted_packs == 2 and report.deleted_bytes > 64 * 64 * 4
     assert len(packs(handle)) == 2
@@ -76,12 +76,12 @@ def test_what_only_a_deleted_branch_needed_goes(handle: RepositoryHandle) -> Non
 def test_a_deleted_branch_is_remembered_for_as_long_as_its_log_says(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     side = commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     remembering = replace(NOW, reflog_expire_s=3600)
     assert collect_garbage(handle, remembering).deleted_packs == 0
     create_branch(handle, "again", start=side.id)
     assert is_whole(handle, side, 2)
-    delete_branch(handle, "again")
+    delete_branch(handle, "again", force=True)
     later = clock.now_s() + 7200
     with clock.fixed(lambda: later):
         assert collect_garbage(handle, remembering).deleted_packs == 2
@@ -114,7 +114,7 @@ def test_a_pin_keeps_a_commit_that_no_branch_leads_to(handle: RepositoryHandle) 
     side = commit(handle, {"w": weights(2)}, branch="side")
     target = Digest(bytes.fromhex(side.id))
     publish_ref(handle, RefKind.PIN, "paper", target, move=new_move(None, target, "pin", "tests"), note="table 3")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     assert collect_garbage(handle, NOW).deleted_packs == 0
     assert is_whole(handle, side, 2)
     assert handle.refs.get(RefKind.PIN, "paper").note == "table 3"
@@ -123,7 +123,7 @@ def test_a_pin_keeps_a_commit_that_no_branch_leads_to(handle: RepositoryHandle) 
 def test_data_that_another_commit_shares_stays(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1), "v": weights(9)}, branch="side")
     kept = commit(handle, {"w": weights(1)})
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     collect_garbage(handle, NOW)
     assert is_whole(handle, kept, 1)
 
@@ -131,7 +131,7 @@ def test_data_that_another_commit_shares_stays(handle: RepositoryHandle) -> None
 def test_a_sparse_pack_is_copied_and_then_deleted(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1), **{f"x{i}": weights(100 + i) for i in range(9)}}, branch="side")
     kept = commit(handle, {"w": weights(1)})
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     before = sum(size for _, size in handle.store.list("packs/"))
     report = collect_garbage(handle, NOW)
     after = sum(size for _, size in handle.store.list("packs/"))
@@ -144,7 +144,7 @@ def test_a_sparse_pack_is_copied_and_then_deleted(handle: RepositoryHandle) -> N
 def test_waste_below_the_limit_stays(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1), "x": weights(2)}, branch="side")
     commit(handle, {"w": weights(1)})
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     report = collect_garbage(handle, replace(NOW, max_unused=0.9))
     assert report.copied_packs == 0 and report.wasted_bytes > 64 * 64 * 4
 
@@ -152,7 +152,7 @@ def test_waste_below_the_limit_stays(handle: RepositoryHandle) -> None:
 def test_no_more_is_copied_than_was_allowed(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1), "x": weights(2)}, branch="side")
     commit(handle, {"w": weights(1)})
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     report = collect_garbage(handle, replace(NOW, max_repack_bytes=1000))
     assert report.copied_bytes <= 1000 and report.wasted_bytes > 64 * 64 * 4
 
@@ -160,7 +160,7 @@ def test_no_more_is_copied_than_was_allowed(handle: RepositoryHandle) -> None:
 def test_a_dry_run_tells_and_changes_nothing(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     before = packs(handle)
     told = collect_garbage(handle, NOW, dry_run=True)
     assert packs(handle) == before and read_gc_state(handle.store).generation.number == 0
@@ -205,7 +205,7 @@ def _orphan(handle: RepositoryHandle, seed: int) -> None:
 def test_a_commit_after_a_collection_writes_again_what_was_deleted(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     collect_garbage(handle, NOW)
     again = commit(handle, {"w": weights(2)})
     assert again.stats.num_new_chunks == 1 and is_whole(handle, again, 2)
@@ -216,7 +216,7 @@ def test_another_handle_that_slept_through_a_collection_writes_again_too(tmp_pat
     second = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
     commit(first, {"w": weights(1)})
     commit(second, {"w": weights(2)}, branch="side")
-    delete_branch(first, "side")
+    delete_branch(first, "side", force=True)
     collect_garbage(first, NOW)
     again = commit(second, {"w": weights(2)})
     assert is_whole(first, again, 2)
@@ -225,7 +225,7 @@ def test_another_handle_that_slept_through_a_collection_writes_again_too(tmp_pat
 def test_a_collection_that_was_left_condemned_is_finished(handle: RepositoryHandle) -> None:
     kept = commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     state = read_gc_state(handle.store)
     after = state.generation.next()
     swap_gc_state(handle.store, state, generation=after, phase=GcPhase.CONDEMNED, condemned=sorted(packs(handle)))
@@ -239,7 +239,7 @@ def test_a_collection_that_was_left_deleting_is_finished(handle: RepositoryHandl
     kept = commit(handle, {"w": weights(1)})
     before = packs(handle)
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     state = read_gc_state(handle.store)
     after = state.generation.next()
     swap_gc_state(
@@ -271,7 +271,7 @@ def _root(handle: RepositoryHandle) -> Path:
 def test_of_two_collections_at_once_one_goes_on(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
 
     class Overtaken(Collection):
         def condemn(self, state, packs):  # type: ignore[no-untyped-def]
@@ -287,7 +287,7 @@ def test_a_pack_that_cannot_be_deleted_ends_the_collection_and_the_next_one_goes
     handle = new_repository(tmp_path / "repo")
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
 
     class Kept(FaultyStore):
         def delete(self, key: str) -> None:
@@ -306,7 +306,7 @@ def test_a_pack_that_cannot_be_deleted_ends_the_collection_and_the_next_one_goes
 def test_a_damaged_ref_ends_a_collection_before_anything_is_deleted(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     before = packs(handle)
     handle.store.put("refs/heads/odd.ref", b"not a record")
     with pytest.raises(CorruptionError, match="odd"):
@@ -326,7 +326,7 @@ def test_a_damaged_pack_ends_a_collection_before_anything_is_deleted(handle: Rep
 def test_a_needed_chunk_that_is_gone_ends_a_collection_before_anything_is_deleted(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     data = next(key for key in handle.index.packs() if key.endswith(".data"))
     lost = commit(handle, {"w": weights(3)})
     del lost
@@ -356,7 +356,7 @@ def test_repacking_merges_small_packs(handle: RepositoryHandle) -> None:
 def test_a_commit_may_not_follow_one_that_no_ref_keeps(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     side = commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     later = clock.now_s() + 90 * 86400
     with clock.fixed(lambda: later):
         collect_garbage(handle, GcOptions(reflog_expire_s=30 * 86400))
@@ -367,7 +367,7 @@ def test_a_commit_may_not_follow_one_that_no_ref_keeps(handle: RepositoryHandle)
 def test_what_a_later_version_wrote_is_not_collected_around(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     before = packs(handle)
     key, data = _pack_of_a_later_version()
     handle.store.put(key, data)
@@ -397,7 +397,7 @@ def test_shards_of_a_collection_together_do_what_one_does(tmp_path: Path) -> Non
     for at_once in (False, True):
         handle = new_repository(tmp_path / f"repo{at_once}")
         infos = [commit(handle, {"w": weights(seed), "x": weights(seed + 100)}) for seed in range(12)]
-        delete_branch(handle, commit_elsewhere(handle))
+        delete_branch(handle, commit_elsewhere(handle), force=True)
         shards = [replace(NOW, shard=PackShard(part, 4), many_small=2) for part in range(1, 5)]
 
         def collect(options: GcOptions, url: str = handle.store.url) -> int:

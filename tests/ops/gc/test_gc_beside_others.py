@@ -286,7 +286,7 @@ def test_repair_and_collection_do_not_wait_for_each_other(handle: RepositoryHand
     """A collection died after g4, and a pack is damaged (one power cut does both)."""
     info = commit(handle, {"w": weights(1)})
     commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     shutil.copytree(tmp_path / "repo", tmp_path / "copy")
 
     class Dies(Collection):

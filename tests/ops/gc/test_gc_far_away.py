@@ -35,7 +35,7 @@ def store() -> MemoryStore:
     handle = on(made)
     commit(handle, dict(sorted({**KEPT, **LOST}.items())), branch="side")
     commit(handle, KEPT)
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     return made
 
 

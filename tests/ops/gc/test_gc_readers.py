@@ -49,7 +49,7 @@ def two_commits(store: MemoryStore) -> tuple[RepositoryHandle, CommitInfo, Commi
     handle = opened(store)
     gone = commit(handle, {"w": numbers(64, 64, seed=1), "x": numbers(64, 64, seed=3)}, branch="side")
     kept = commit(handle, {"w": numbers(64, 64, seed=1), "v": numbers(64, 64, seed=2)})
-    delete_branch(handle, "side")
+    delete_branch(handle, "side", force=True)
     return handle, kept, gone
 
 

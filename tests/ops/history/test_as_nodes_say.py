@@ -530,7 +530,7 @@ def _rename_and_forget(repo: Repository, r: random.Random) -> None:
         repo.pin(r.choice(log), name=f"p{len(log)}", force=True)
     others = [name for name in repo.branches() if name != "main"]
     if others and r.random() < 0.3:
-        repo.delete_branch(r.choice(others))
+        repo.delete_branch(r.choice(others), force=True)
     heads = {*repo.branches().values(), *repo.tags().values(), *(pin.commit for pin in repo.pins())}
     old = [commit.id for commit in repo.log(all_refs=True) if not commit.forgotten and commit.id not in heads]
     if old and r.random() < 0.7:

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         repo.commit({"model": model | {"w": torch.ones(64, 64)}, "lora": torch.ones(700, 2).bfloat16()}, branch="ft")
         repo.commit({"extra": torch.ones(600, dtype=torch.int32)}, branch="side", orphan=True)
         repo.tag("v0", "side")
-        repo.delete_branch("side")
+        repo.delete_branch("side", force=True)
     return path
 
 

@@ -128,8 +128,8 @@ def test_what_was_kept_before_a_collection_is_not_believed_after_it(tmp_path: Pa
     side = resolve(handle, "run-0~1").hex()
     create_branch(handle, "keeps", start=side)
     other = RepositoryHandle.open(tmp_path / "repo")
-    delete_branch(other, "keeps")
-    delete_branch(other, "run-0")
+    delete_branch(other, "keeps", force=True)
+    delete_branch(other, "run-0", force=True)
     collect_garbage(other, AT_ONCE)
     with pytest.raises(NotFoundError):
         create_branch(handle, "again", start=side)

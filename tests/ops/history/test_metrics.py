@@ -49,7 +49,7 @@ def test_equal_values_are_ranked_by_age(repo: RepositoryHandle) -> None:
 
 
 def test_only_what_a_ref_leads_to_is_ranked(repo: RepositoryHandle) -> None:
-    delete_branch(repo, "ft")
+    delete_branch(repo, "ft", force=True)
     assert best(repo, "loss") == [("c1", 1.0)]
     assert best(repo, "acc") == []
 

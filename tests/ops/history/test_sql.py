@@ -45,7 +45,7 @@ def test_commits_and_refs_of_another_process_are_known(repo: Repository, tmp_pat
     assert repo.sql(names).rows == (("branch", "main"), ("branch", "side"), ("pin", "kept"), ("tag", "v1"))
     assert repo.sql(ENTRIES, ref="side").rows == (("w", 4000),)
     with Repository.open(repo.url, index_url=str(tmp_path / "other.sqlite")) as other:
-        other.delete_branch("side")
+        other.delete_branch("side", force=True)
         other.unpin("kept")
     assert repo.sql(names).rows == (("branch", "main"), ("tag", "v1"))
 

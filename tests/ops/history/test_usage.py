@@ -132,7 +132,7 @@ def test_packs_that_nothing_names_any_more_are_counted_as_stored(repo: Repositor
     before = repository_stats(repo)
     with_other_index = RepositoryHandle.open(repo.store.url, index_url=":memory:")
     commit(with_other_index, {"d": A + 1}, branch="gone")
-    delete_branch(with_other_index, "gone")
+    delete_branch(with_other_index, "gone", force=True)
     after = repository_stats(repo)
     assert (after.num_commits, after.unique_bytes) == (before.num_commits, before.unique_bytes)
     assert near(after.pack_bytes - before.pack_bytes, MB)

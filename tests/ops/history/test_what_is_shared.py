@@ -57,7 +57,7 @@ def test_commits_that_hold_a_tensor_are_found_under_any_key(repo: RepositoryHand
 
 def test_only_commits_that_a_ref_leads_to_hold_something(repo: RepositoryHandle) -> None:
     tuned = resolve(repo, "ft").hex()
-    delete_branch(repo, "ft")
+    delete_branch(repo, "ft", force=True)
     assert sorted(holders(repo, tuned, "model/body")) == ["base", "main"]
 
 
@@ -87,7 +87,7 @@ def test_what_is_unique_to_a_branch_is_what_deleting_it_frees(repo: RepositoryHa
     tuned = unique_to(repo, "ft")
     assert tuned.commits == (resolve(repo, "ft").hex(),)
     assert (tuned.num_chunks, tuned.num_bytes) == (0, 0)  # its head is in main, as a copy
-    delete_branch(repo, "stranger")
+    delete_branch(repo, "stranger", force=True)
     gone = collect(repo)
     assert stranger.stored_bytes <= gone <= stranger.stored_bytes + 2000  # headers and directories of packs
 

@@ -126,7 +126,7 @@ def test_a_collection_that_begins_meanwhile_does_not_keep_a_name_from_going(repo
         return found
 
     repo.refs.get = stale  # type: ignore[method-assign,assignment]
-    assert delete_branch(repo, "ft") == target
+    assert delete_branch(repo, "ft", force=True) == target
     assert "ft" not in branches(repo)
 
 
@@ -138,7 +138,7 @@ def test_what_was_deleted_comes_back_as_it_was(repo: RepositoryHandle) -> None:
     own = commit(repo, {"x": "tuned"}, branch="ft")
     create_tag(repo, "v1", "main~1", message="as released")
     create_pin(repo, "main~2", name="first", reason="why")
-    delete_branch(repo, "ft"), delete_ref(repo, RefKind.TAG, "v1"), delete_pin(repo, "first")
+    delete_branch(repo, "ft", force=True), delete_ref(repo, RefKind.TAG, "v1"), delete_pin(repo, "first")
     assert list(branches(repo)) == ["main"]
     assert undelete_ref(repo, RefKind.BRANCH, "ft").hex() == own.id == branches(repo)["ft"]
     assert undelete_ref(repo, RefKind.TAG, "v1") == resolve(repo, "refs/tags/v1") == resolve(repo, "main~1")
@@ -149,7 +149,7 @@ def test_what_was_deleted_comes_back_as_it_was(repo: RepositoryHandle) -> None:
 def test_the_last_deletion_is_undone(repo: RepositoryHandle) -> None:
     for start in ("main~2", "main~1"):
         create_branch(repo, "ft", start=start)
-        delete_branch(repo, "ft")
+        delete_branch(repo, "ft", force=True)
     assert undelete_ref(repo, RefKind.BRANCH, "ft") == resolve(repo, "main~1")
 
 
@@ -161,7 +161,7 @@ def test_what_was_never_deleted_cannot_come_back(repo: RepositoryHandle) -> None
     for name in ("nothing", "begun"):
         with pytest.raises(NotFoundError):
             undelete_ref(repo, RefKind.BRANCH, name)
-    delete_branch(repo, "ft")
+    delete_branch(repo, "ft", force=True)
     create_tag(repo, "ft")
     with pytest.raises(ConflictError, match="'ft' is a tag already"):
         undelete_ref(repo, RefKind.BRANCH, "ft")
@@ -171,7 +171,7 @@ def test_what_was_collected_does_not_come_back(repo: RepositoryHandle) -> None:
     create_branch(repo, "ft")
     for number in range(2):
         commit(repo, {"w": numbers(5000, seed=number)}, branch="ft")
-    delete_branch(repo, "ft")
+    delete_branch(repo, "ft", force=True)
     older = repo.index.read(history.read_commit, repo.refs.get(RefKind.BRANCH, "ft").log[-1].old or b"").parents[0]  # type: ignore[union-attr]
     packs = {
         place.pack
@@ -243,7 +243,7 @@ def test_moves_and_commits_are_told_in_order(repo: RepositoryHandle) -> None:
     tuned = commit(repo, {"x": "tuned"}, branch="ft", message="tuned")
     create_branch(repo, "ft", start="main", force=True)
     commit(repo, {"x": "again"}, branch="ft", message="again")
-    delete_branch(repo, "ft")
+    delete_branch(repo, "ft", force=True)
     undelete_ref(repo, RefKind.BRANCH, "ft")
     assert actions(repo, "ft") == [
         "undeleted", "deleted", "commit: again", "branch: set to main", "commit: tuned", "branch: set to main~1",
@@ -253,7 +253,7 @@ def test_moves_and_commits_are_told_in_order(repo: RepositoryHandle) -> None:
 
 def test_a_deleted_branch_still_tells_where_it_was(repo: RepositoryHandle) -> None:
     commit(repo, {"x": "alone"}, branch="alone", message="alone")
-    delete_branch(repo, "alone")
+    delete_branch(repo, "alone", force=True)
     assert actions(repo, "alone") == ["deleted", "commit: alone"]
     with pytest.raises(NotFoundError, match="never was"):
         reflog(repo, "nothing")

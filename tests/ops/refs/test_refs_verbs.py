@@ -98,7 +98,7 @@ def test_a_name_is_a_branch_or_a_tag_never_both(repo: RepositoryHandle) -> None:
 def test_a_deleted_branch_is_gone_and_its_commits_are_not(repo: RepositoryHandle) -> None:
     create_branch(repo, "ft")
     own = commit(repo, {"x": "tuned"}, branch="ft")
-    assert delete_branch(repo, "ft").hex() == own.id
+    assert delete_branch(repo, "ft", force=True).hex() == own.id
     assert "ft" not in branches(repo)
     with pytest.raises(NotFoundError, match="'ft'"):
         resolve(repo, "ft")
@@ -123,6 +123,19 @@ def test_a_commit_that_arrives_while_its_branch_is_deleted_is_not_lost(repo: Rep
     with pytest.raises(ConflictError):
         repo.refs.swap(seen, None, generation=PLACEHOLDER_GENERATION)  # what delete_ref does with what it read before
     assert branches(repo)["ft"] == arrived.id
+
+
+def test_a_branch_that_alone_leads_to_commits_is_deleted_only_by_force(repo: RepositoryHandle) -> None:
+    made = commit(repo, {"x": 9}, branch="ft")
+    commit(repo, {"x": 8}, branch="ft")
+    with pytest.raises(ConflictError, match="branch 'ft' alone leads to 2 commits"):
+        delete_branch(repo, "ft")
+    create_tag(repo, "half", made.id)
+    with pytest.raises(ConflictError, match="branch 'ft' alone leads to 1 commits"):
+        delete_branch(repo, "ft")
+    create_branch(repo, "on-top", start="ft")
+    delete_branch(repo, "ft")
+    delete_branch(repo, "on-top", force=True)
 
 
 def test_the_default_branch_cannot_be_deleted(repo: RepositoryHandle) -> None:
@@ -235,7 +248,7 @@ def test_another_branch_becomes_the_default_branch(repo: RepositoryHandle) -> No
             delete_branch(handle, "ft")
         with pytest.raises(InvalidInputError, match="'ft' is the default branch"):
             rename_ref(handle, RefKind.BRANCH, "ft", "tuned")
-    delete_branch(beside, "main")
+    delete_branch(beside, "main", force=True)
     for name, error in (("main", NotFoundError), ("nothing", NotFoundError), ("refs/heads/ft", InvalidInputError)):
         with pytest.raises(error):
             set_default_branch(repo, name)

@@ -116,7 +116,7 @@ def test_rules_for_some_branches_leave_alone_what_others_have(repo: RepositoryHa
 
 def test_what_only_a_tag_leads_to_has_rules_as_well(repo: RepositoryHandle) -> None:
     create_tag(repo, "v1", "ft")
-    delete_branch(repo, "ft")
+    delete_branch(repo, "ft", force=True)
     report = forget(repo, Policy(keep_last=1), dry_run=True)
     assert chosen(report) == {"d0", "d1", "d2", "d3", "d4", "d5", "d6", "f0"}
     told = {one.commit.message: one.reasons for one in report.decisions}

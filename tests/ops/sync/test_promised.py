@@ -165,7 +165,7 @@ def test_a_branch_that_is_gone_at_the_origin_stays_usable_here(tmp_path: Path) -
     there.commit(state(1), branch="ft")
     here = Repository.clone(tmp_path / "there", tmp_path / "here", filter="model/**")
     here.branch("ft", start="origin/ft")
-    there.delete_branch("ft")
+    there.delete_branch("ft", force=True)
     here.fetch(prune=True)
     assert "origin/ft" not in here.remote_branches()
     assert here.fsck().ok
@@ -179,7 +179,7 @@ def test_a_tag_that_no_branch_leads_to_comes_whole(tmp_path: Path) -> None:
     there.branch("gone", start="main")
     there.commit(state(1), branch="gone")
     there.tag("v1", "gone")
-    there.delete_branch("gone")
+    there.delete_branch("gone", force=True)
     here = Repository.clone(tmp_path / "there", tmp_path / "here", filter="model/**", tags=True)
     assert here.fsck().ok and here.fsck().num_promised == 1
     here.gc(min_age_s=0)
@@ -283,7 +283,7 @@ def test_parts_of_a_promised_chunk_that_somebody_left_here_change_nothing(tmp_pa
     assert here._handle.index.read(contents.packs_in_parts)
     assert here.fsck(read_data=True).ok and here.fsck().num_promised == whole
     here.commit({"mine": torch.ones(4000)}, branch="mine", orphan=True)
-    here.delete_branch("mine")
+    here.delete_branch("mine", force=True)
     here.gc(min_age_s=0, reflog_expire_s=0)
     here.branch("ft", start="main")
     here.gc(min_age_s=0)

@@ -56,7 +56,7 @@ def prepared(folder: Path) -> None:
         with Repository.clone(folder / "there", folder / "here", filter="model/**") as here:
             here.commit({"mine": np.ones(4000)}, branch="mine", orphan=True)
             here.load("main~2")
-            here.delete_branch("mine")
+            here.delete_branch("mine", force=True)
         there.commit(state(3), step=3)
 
 

@@ -340,7 +340,7 @@ def test_a_fetch_brings_what_matches_and_prunes_what_is_gone(pair: Pair) -> None
         commit(pair.theirs, items(len(name) + ord(name[-1])), branch=name)
     pair.here.fetch(branches="ft/*")
     assert list(pair.here.remote_branches()) == ["origin/ft/a", "origin/ft/b"]
-    pair.there.delete_branch("ft/a")
+    pair.there.delete_branch("ft/a", force=True)
     pair.here.fetch()
     assert list(pair.here.remote_branches()) == ["origin/ft/a", "origin/ft/b", "origin/main"]
     pair.here.fetch(prune=True)

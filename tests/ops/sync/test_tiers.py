@@ -336,7 +336,7 @@ def _damage(folder: Path, there: Repository) -> None:
     [
         (_lose_packs, "some of its data is gone at origin"),
         (_cut_packs, "some of its data is gone at origin"),
-        (_replace, "no ref at origin leads to it any more"),
+        (_replace, "another repository than when it was first asked"),
         (_collect, "forgotten at origin, too"),
         (_move_back, "no ref at origin leads to it any more"),
         (_take_away, "origin cannot be asked"),
@@ -393,3 +393,113 @@ def test_what_another_host_committed_on_top_hides_nothing_that_a_tier_lacks(tmp_
         here.push_pending("origin")
         _collect(tmp_path, there)
         refused("forgotten at origin, too")
+
+
+def _put_another_in_its_place(here: Repository, folder: Path) -> None:
+    """The tier is another repository from now on, with all that the former one had."""
+    Repository.init(folder / "other").close()
+    here.push(str(folder / "other"), "main")
+    shutil.rmtree(folder / "there")
+    shutil.move(folder / "other", folder / "there")
+
+
+def test_another_repository_in_the_place_of_the_tier_is_not_taken_for_it(tmp_path: Path) -> None:
+    here, _ = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    ids = [commit(here._handle, {"w": weights(step)}).id for step in range(3)]
+    here.push_pending("origin")
+    _put_another_in_its_place(here, tmp_path)
+    kept = here.forget(Policy(keep_last=1), gc=True)
+    assert not kept.forgotten
+    assert "another repository than when it was first asked" in kept.decisions[-1].reasons[0]
+    for meet in (here.fetch, here.pull, here.push, lambda: here.push(dry_run=True)):
+        with pytest.raises(ConflictError, match="another repository than when it was first asked"):
+            meet()
+    ran = call("-C", tmp_path / "here", "fetch")
+    assert (ran.code, "(cas-ckpt remote set-url origin URL, the same URL too)" in ran.err) == (14, True)
+    here.set_remote("origin", url=tmp_path / "there")
+    assert sorted(here.forget(Policy(keep_last=1)).forgotten) == sorted(ids[:2])  # it is asked, and has it
+    here.fetch()
+    with Repository.open(tmp_path / "there") as there:
+        assert [one.repository for one in here.remotes()] == [there._handle.config.store_id]
+    assert here.remote_branches() == {"origin/main": ids[2]}
+
+
+def test_all_is_pushed_to_an_empty_repository_that_takes_the_place_of_the_tier(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    commit(here._handle, {"w": weights(1)})
+    own = commit(there._handle, {"w": weights(2)}, branch="theirs")
+    here.push_pending("origin")
+    here.fetch()
+    _replace(tmp_path, there)
+    here.set_remote("origin", url=tmp_path / "there")
+    with pytest.raises(NotFoundError):
+        here.pull()  # there is no branch: what was remembered of it is gone since
+    assert here.remote_branches() == {"origin/theirs": own.id}  # nothing else keeps that here
+    here.push_pending("origin")
+    with Repository.open(tmp_path / "there") as again:
+        assert again.resolve("main") == here.resolve("main")
+
+
+def test_a_tier_that_was_moved_and_one_that_was_renamed_is_the_same(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    commit(here._handle, {"w": weights(1)})
+    here.push()
+    known = there._handle.config.store_id
+    there.close()
+    shutil.move(tmp_path / "there", tmp_path / "moved")
+    here.set_remote("origin", url=tmp_path / "moved")
+    here.rename_remote("origin", "tier")
+    assert [one.repository for one in here.remotes()] == [known]
+    here.fetch("tier")
+    assert here.remote_branches() == {"tier/main": here.resolve("main")}
+    here.create_bundle(tmp_path / "all.bundle", "main")
+    here.add_remote("usb", tmp_path / "all.bundle")
+    here.fetch("usb")
+    commit(here._handle, {"w": weights(2)})
+    (tmp_path / "all.bundle").unlink()
+    here.create_bundle(tmp_path / "all.bundle", "main")
+    here.fetch("usb")  # a bundle is made anew each time
+    assert here.remote_branches()["usb/main"] == here.resolve("main")
+
+
+@pytest.mark.parametrize("lose", [_lose_packs, _replace, _collect, _take_away])
+def test_a_collection_asks_the_tier_for_what_was_forgotten_before(
+    tmp_path: Path, lose: Callable[[Path, Repository], None]
+) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    ids = [commit(here._handle, {"w": weights(step)}).id for step in range(3)]
+    here.push_pending("origin")
+    assert sorted(here.forget(Policy(keep_last=1)).forgotten) == sorted(ids[:2])
+    shutil.copytree(tmp_path / "there", tmp_path / "copy")
+    lose(tmp_path, there)
+    foreseen, report = here.gc(min_age_s=0, dry_run=True), here.gc(min_age_s=0)
+    for step, each in enumerate(ids):
+        assert here.load(each)["w"].tobytes() == weights(step).tobytes()
+    for one in (foreseen, report):
+        assert sorted(commit for commit, _ in one.not_at_tiers) == sorted(ids[:2])
+        assert not one.dead_objects
+    assert "2 forgotten commits keep their data" in call("-C", tmp_path / "here", "gc", "--min-age", "0").err
+    shutil.rmtree(tmp_path / "there", ignore_errors=True)
+    shutil.move(tmp_path / "copy", tmp_path / "there")
+    report = here.gc(min_age_s=0)
+    assert report.dead_objects and not report.not_at_tiers
+    assert here.fsck().ok
+    _take_away(tmp_path, there)
+    assert not here.gc(min_age_s=0).not_at_tiers  # nothing is left to ask for
+
+
+def test_what_a_branch_led_to_that_is_gone_here_is_asked_for_too(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    commit(here._handle, {"w": weights(1)})
+    ids = [commit(here._handle, {"w": weights(step)}, branch="ft").id for step in (2, 3)]
+    here.push_pending("origin")
+    here.delete_branch("ft")
+    _lose_packs(tmp_path, there)
+    with pytest.raises(InvalidInputError, match="some of its data is gone at origin"):
+        here.forget(revisions=[ids[0]], gc=True)
+    here.gc(min_age_s=0, reflog_expire_s=0)
+    assert here.load(ids[0])["w"].tobytes() == weights(2).tobytes()  # origin/ft keeps it
