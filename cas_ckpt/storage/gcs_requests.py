@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
+import google.auth
 import google.auth.exceptions
 import google_crc32c
 import requests
@@ -28,6 +29,7 @@ import urllib3
 from google.api_core.exceptions import RetryError
 from google.api_core.retry import Retry
 from google.auth.credentials import AnonymousCredentials
+from google.auth.transport.requests import Request
 from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
@@ -49,6 +51,9 @@ _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 60
 _DEADLINE_S = 90
 """No retry begins later than this after the first try."""
+
+_TOKEN_RETRIES = 3
+"""Of a request for credentials, as in Google's library."""
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
@@ -137,15 +142,12 @@ class Requests:
         anonymous: Any = AnonymousCredentials
         client = storage.Client(
             project=None,  # a bucket's name needs none
-            credentials=anonymous() if self._anonymous else None,
+            credentials=anonymous() if self._anonymous else _found_credentials(),
             client_options={"api_endpoint": self._endpoint} if self._endpoint else None,
         )
         session = client._http
-        if not session.is_mtls:  # else its adapter has a certificate
-            for scheme in ("https://", "http://"):
-                session.mount(scheme, _Adapter(pool_connections=2, pool_maxsize=self._pool_size, max_retries=0))
-        for adapter in session.adapters.values():
-            adapter.poolmanager.pool_classes_by_scheme = timed(adapter.poolmanager.pool_classes_by_scheme)
+        _time_answers(session, _Adapter(pool_connections=2, pool_maxsize=self._pool_size, max_retries=0))
+        _time_answers(session._auth_request_session, _Adapter(max_retries=_TOKEN_RETRIES))
         return client
 
     def close(self) -> None:
@@ -230,6 +232,22 @@ class _Adapter(HTTPAdapter):
         if is_new:
             manager.pool_classes_by_scheme = timed(manager.pool_classes_by_scheme)
         return manager
+
+
+def _time_answers(session: Any, adapter: _Adapter) -> None:
+    """Let the answers to `session` be timed."""
+    if not getattr(session, "is_mtls", False):  # else its adapter has a certificate
+        for scheme in ("https://", "http://"):
+            session.mount(scheme, adapter)
+    for one in session.adapters.values():
+        one.poolmanager.pool_classes_by_scheme = timed(one.poolmanager.pool_classes_by_scheme)
+
+
+def _found_credentials() -> Any:
+    """What Google's chain finds; services that it asks for them have to answer in time, too."""
+    with requests.Session() as session:
+        _time_answers(session, _Adapter(max_retries=_TOKEN_RETRIES))
+        return google.auth.default(scopes=storage.Client.SCOPE, request=Request(session))[0]
 
 
 class Asking:

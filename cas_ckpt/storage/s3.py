@@ -218,13 +218,7 @@ class S3Bucket:
         settings = self.settings
         self._session = _new_session(settings)
         region = self._session.region_name or ("us-east-1" if settings.endpoint else None)
-        client = self._session.client(
-            "s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings)
-        )
-        http_session = client._endpoint.http_session
-        http_session.send = _bounded(http_session.send)
-        http_session._pool_classes_by_scheme.update(timed(http_session._pool_classes_by_scheme))
-        return client
+        return self._session.client("s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings))
 
     def close(self) -> None:
         """See `Bucket.close`."""
@@ -525,18 +519,45 @@ _models = create_loader()
 """botocore's description of S3, parsed once for all clients, which takes 0.2 s."""
 
 
+def _time_answers(http_session: Any) -> None:
+    http_session.send = _bounded(http_session.send)
+    http_session._pool_classes_by_scheme.update(timed(http_session._pool_classes_by_scheme))
+
+
+def _timed_clients(create: Callable[..., Any]) -> Callable[..., Any]:
+    """`create` of botocore's session, which makes clients of S3 and of what gives credentials (STS)."""
+
+    def created(*args: Any, **kwargs: Any) -> Any:
+        client = create(*args, **kwargs)
+        _time_answers(client._endpoint.http_session)
+        return client
+
+    return created
+
+
 def _new_session(settings: S3Settings) -> Any:
     below = botocore.session.Session(profile=settings.profile)
+    below.create_client = _timed_clients(below.create_client)
     below.register_component("data_loader", _models)
+    below.set_default_client_config(
+        Config(
+            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            read_timeout=_READ_TIMEOUT_S,
+        )
+    )
+    for provider in below.get_component("credential_provider").providers:
+        # Those that ask the instance, or its container, by a session of their own.
+        fetcher = getattr(provider, "_role_fetcher", None) or getattr(provider, "_fetcher", None)
+        http_session = getattr(fetcher, "_session", None)
+        if http_session is not None:
+            _time_answers(http_session)
     return boto3.session.Session(botocore_session=below, region_name=settings.region)
 
 
 def _config(settings: S3Settings) -> Config:
     style = {"auto": "path" if settings.endpoint else "auto", "true": "path", "false": "virtual"}[settings.path_style]
     return Config(
-        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        read_timeout=_READ_TIMEOUT_S,
         # Parts of values and the readers above each have as many threads.
         max_pool_connections=2 * settings.parallel,
         tcp_keepalive=True,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
 from botocore.retries import standard
+from botocore.utils import ContainerMetadataFetcher
+from google.auth.compute_engine import _metadata
 
 from cas_ckpt.errors import CkptError, CorruptionError, StorageError, TooLargeError, TransientStorageError
 from cas_ckpt.storage import bucket_client, gcs, gcs_requests, object_reads, s3
@@ -19,6 +24,7 @@ from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from tests.listener import Listener
 from tests.servers import credentials
+from tests.tls import new_key, pem
 
 Serve = Callable[[str, socket.socket], None]
 
@@ -231,6 +237,70 @@ def test_an_answer_that_drips_wherever_it_is_is_given_up_in_time(
         store = opened(server)
         for call in (lambda: store.get("refs/main"), lambda: list(store.list("")), lambda: store.put("a", b"x")):
             assert isinstance(refused(call), StorageError)
+
+
+def _by_proxy(place: str, tmp_path: Path) -> dict[str, str]:
+    return {"HTTPS_PROXY": place}
+
+
+def _by_sts(place: str, tmp_path: Path) -> dict[str, str]:
+    token = tmp_path / "token"
+    token.write_text("token")
+    role = {"AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/trainer", "AWS_WEB_IDENTITY_TOKEN_FILE": str(token)}
+    return {**role, "AWS_ENDPOINT_URL_STS": place}
+
+
+def _by_container(place: str, tmp_path: Path) -> dict[str, str]:
+    return {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{place}/credentials"}
+
+
+def _by_instance(place: str, tmp_path: Path) -> dict[str, str]:
+    return {"AWS_EC2_METADATA_SERVICE_ENDPOINT": place, "AWS_EC2_METADATA_DISABLED": "false"}
+
+
+def _by_account(place: str, tmp_path: Path) -> dict[str, str]:
+    account = {"type": "service_account", "client_email": "trainer@tests.iam", "private_key": pem(new_key())}
+    (tmp_path / "account.json").write_text(json.dumps({**account, "token_uri": f"{place}/token"}))
+    return {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json")}
+
+
+def _by_metadata(place: str, tmp_path: Path) -> dict[str, str]:
+    host = place.removeprefix("http://")
+    return {"GCE_METADATA_HOST": host, "GCE_METADATA_IP": host, "CLOUDSDK_CONFIG": str(tmp_path), "HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("store", "led"),
+    [
+        ("s3", _by_proxy), ("gs", _by_proxy), ("s3", _by_sts), ("s3", _by_container), ("s3", _by_instance),
+        ("gs", _by_account), ("gs", _by_metadata),
+    ],
+)  # fmt: skip
+def test_what_leads_to_a_bucket_is_given_up_in_time_when_it_drips(
+    store: str, led: Callable[[str, Path], dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for vendor in (gcs_requests, s3):
+        monkeypatch.setattr(vendor, "_READ_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(vendor, "_CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ContainerMetadataFetcher, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0.001)
+    monkeypatch.setitem(BOTOCORE_DEFAUT_SESSION_VARIABLES, "metadata_service_timeout", (None, None, 0.1, float))
+    monkeypatch.setattr(_metadata.ping, "__defaults__", (0.1, 1))  # seconds, tries
+    if led is not _by_proxy:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with Hostile(drip(b"HTTP/1.1 200 OK\r\nMetadata-Flavor: Google\r\nx-a: ", b"0")) as server:
+        for name, value in led(server.endpoint, tmp_path).items():
+            monkeypatch.setenv(name, value)
+        anonymous = "&anonymous=true" if store == "gs" and led is _by_proxy else ""
+        opened = open_store(f"{store}://bucket/ckpts?endpoint=https://bucket.invalid{anonymous}")
+        try:
+            assert isinstance(refused(lambda: opened.get("refs/main")), StorageError)
+            assert server.num_requests
+        finally:
+            opened.close()
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x00\xff" * 100, b"HTTP/9.9 999 x\r\n\r\n", b"HTTP/1.1 200\r\n\r\n{}"])
