@@ -29,9 +29,13 @@ from cas_ckpt.index import history, meta
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.storage.store import Store
 
 Graph: TypeAlias = CommitGraph[CommitLinks]
+
+ASIDE_PREFIX = "damaged/"
+"""Where repair moves what is damaged, under its former key."""
 
 LOOKS = 5
 """Times that the index is brought up to date and read, when somebody changes it in between."""
@@ -102,7 +106,9 @@ def live_sets(
     if keep_orphans:
         # The graph was read after the refs: commits that came between are kept, too.
         remembered_targets = {row.target for row in handle.index.read(meta.read_refs).values()}
-        orphans = graph.orphans(known_commits(handle.store, refs, gone), remembered_targets)
+        known = known_commits(handle.store, refs, gone)
+        lost = bool(graph.unknown_parents(graph.commits)) and packs_were_set_aside(handle.store)
+        orphans = graph.orphans(known, remembered_targets, packs_lost=lost)
         _require_whole_lines(graph, orphans)
         named |= orphans
     remembered = graph.ancestors(named) - commits
@@ -275,6 +281,11 @@ def _require_whole_lines(graph: Graph, orphans: Iterable[bytes]) -> None:
             "pack, so it is not known what must stay: run repo.fsck(), and bring it back from a copy, or forget the "
             "commits that follow it"
         )
+
+
+def packs_were_set_aside(store: Store) -> bool:
+    """Whether a repair moved damaged packs away, whose commits may have been nowhere else."""
+    return any(True for _ in store.list(ASIDE_PREFIX + PACK_PREFIX))
 
 
 def orphan_name(digest: bytes) -> str:

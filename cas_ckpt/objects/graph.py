@@ -168,8 +168,9 @@ class CommitGraph(Generic[Commit]):
         return sorted(digest for digest in among if digest not in followed)
 
     def orphans(
-        self, named: Iterable[bytes], remembered: Collection[bytes], *, now: CommitGraph[Commit] | None = None
-    ) -> frozenset[bytes]:
+        self, named: Collection[bytes], remembered: Collection[bytes], *, now: CommitGraph[Commit] | None = None,
+        packs_lost: bool = False,
+    ) -> frozenset[bytes]:  # fmt: skip
         """Commits that were published, and that nothing leads to any more.
 
         A ref that is lost, or that was put back from an older copy, leaves them. So does a writer that dies
@@ -179,6 +180,7 @@ class CommitGraph(Generic[Commit]):
           - another commit follows it: a writer takes its parent from a ref; or
           - the index remembers that a ref named it: it is told so after the swap alone; or
           - it follows an orphan. It may have died before its swap all the same: which of the two, nobody can know.
+            A parent that is not there, and that nothing names, counts for one where packs were lost: it had a follower.
 
         A commit without any of these is not an orphan, so that writers that are killed again and again fill nothing.
 
@@ -188,10 +190,14 @@ class CommitGraph(Generic[Commit]):
             remembered: Commits that a ref named when the index last heard of it.
             now: The graph with all that `named` has. Give it where others commit meanwhile: this graph and
                 `remembered` are read before `named`, so that what was published by then is named, and `now` after it.
+            packs_lost: Packs cannot be read, or were set aside by a repair; else what is not there was collected.
         """
-        unknown = self.commits.keys() - (now or self).ancestors(named)
+        now = now or self
+        unknown = self.commits.keys() - now.ancestors(named)
         followed = self.parents(unknown)
         proven = {digest for digest in unknown if digest in followed or digest in remembered}
+        if packs_lost:
+            proven |= {parent for parent in followed if parent not in now}.difference(named)
         return frozenset(
             digest for digest in unknown if digest in proven or not proven.isdisjoint(self.commits[digest].parents)
         )

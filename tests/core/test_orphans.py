@@ -194,6 +194,23 @@ def test_orphans_behind_a_hole_are_kept_and_no_command_is_printed_that_cannot_go
     assert readable(path, [hit[0][1]])
 
 
+def test_orphans_behind_a_hole_are_missed_without_an_index_too_and_after_the_damaged_pack_was_set_aside(
+    hit: list[tuple[str, str]], path: Path
+) -> None:
+    """Who follows the lost commit is the only proof of it that is left."""
+    shutil.rmtree(path / "index")
+    assert Effect.LOST in {problem.effect for problem in check_url(path).problems}
+    run(path, check_url(path))  # with no copy at hand
+    with pytest.raises(CorruptionError, match=f"commit {hit[1][0][:12]}"):
+        collect(path)
+    assert f"cas-ckpt forget {hit[2][0][:12]}" in " ".join(problem.what for problem in check_url(path).problems)
+    for _ in range(2):
+        run(path, check_url(path), path.with_name("intact"))
+    assert check_url(path).ok
+    collect(path)
+    assert readable(path, [root for _, root in hit])
+
+
 class Killed(BaseException):
     pass
 

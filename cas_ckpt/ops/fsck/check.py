@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
@@ -157,6 +158,7 @@ class _Check:
             elif data is not None:
                 read_data(store, structure, structure.packs, findings, data, progress=self.progress)
             structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
+            records = replace(records, packs_lost=records.packs_lost or bool(structure.damaged))
             finder = ProblemFinder(store, structure, records)
             findings.count("num_commits", len(finder.live.stored))
             _note_condemned(structure, records, findings)
@@ -198,11 +200,12 @@ def _add_orphans_problem(store: Store, structure: Structure, records: Records, f
     Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
     """
     graph: Graph = CommitGraph(structure.index.read(history.read_links))
-    if not graph.orphans(records.named, records.remembered):
+    orphans = partial(graph.orphans, packs_lost=records.packs_lost)
+    if not orphans(records.named, records.remembered):
         return
     records = reread_names(store, records)
     catch_up(store, structure)
-    found = graph.orphans(records.named, records.remembered, now=CommitGraph(structure.index.read(history.read_links)))
+    found = orphans(records.named, records.remembered, now=CommitGraph(structure.index.read(history.read_links)))
     if not found:
         return
     tips = graph.tips(found)

@@ -87,7 +87,7 @@ def live_commits(graph: Graph, records: Records) -> LiveCommits:
         if ref.target is not None:
             refs[ref.target] = (*refs.get(ref.target, ()), f"{ref.kind.label} {ref.name}")
     missing: dict[bytes, str] = {head: ", ".join(names) for head, names in refs.items() if head not in graph}
-    orphans = graph.ancestors(graph.orphans(records.named, records.remembered))
+    orphans = graph.ancestors(graph.orphans(records.named, records.remembered, packs_lost=records.packs_lost))
     kept = graph.ancestors(refs) | orphans
     for parent, child in graph.unknown_parents(kept).items():
         missing.setdefault(parent, f"commit {child.hex()[:12]}")

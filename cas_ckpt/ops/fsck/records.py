@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cas_ckpt.core import forgotten, protocol
 from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
-from cas_ckpt.core.live import known_commits
+from cas_ckpt.core.live import ASIDE_PREFIX, known_commits
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
 from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.ref_store import DEFAULT_CHANGED_KEY, NAMES_PREFIX, RefStore, name_key
@@ -26,9 +26,6 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
 from cas_ckpt.storage.file import IN_ITS_PLACE, FileStore, is_no_file
 from cas_ckpt.storage.store import Store, exists, few_keys
-
-ASIDE_PREFIX = "damaged/"
-"""Where repair moves what is damaged, under its former key."""
 
 ROOT_RECORDS = (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY, TIERS_KEY)
 """What the root holds beside the config: none has to be there."""
@@ -50,6 +47,7 @@ class Records:
         named: Commits that refs, their logs, and records of forgotten and released commits name.
         remembered: Commits that a ref named when the index last heard of it.
         all_known: No ref and no record of forgotten commits is damaged, so that what is live is known.
+        packs_lost: Packs cannot be read, or were set aside: commits that are not there may have been in them.
     """
 
     config: Config | None
@@ -59,6 +57,7 @@ class Records:
     named: frozenset[bytes]
     all_known: bool
     remembered: frozenset[bytes] = frozenset()
+    packs_lost: bool = False
 
 
 def check_records(store: Store, findings: Findings) -> Records:
@@ -73,10 +72,10 @@ def check_records(store: Store, findings: Findings) -> Records:
     gc = _check_gc_state(store, refs, findings)
     gone, gone_known = _check_forgotten(store, findings)
     _check_harmless(store, findings)
-    _check_others(store, findings)
+    packs_lost = _check_others(store, findings)
     findings.count("num_refs", sum(ref.target is not None for ref in refs))
     named = frozenset(known_commits(store, refs, gone))
-    return Records(config, gc, tuple(refs), gone, named, refs_known and gone_known)
+    return Records(config, gc, tuple(refs), gone, named, refs_known and gone_known, packs_lost=packs_lost)
 
 
 def reread_names(store: Store, records: Records) -> Records:
@@ -230,21 +229,23 @@ def _check_harmless(store: Store, findings: Findings) -> None:
             findings.note(key, what)
 
 
-def _check_others(store: Store, findings: Findings) -> None:
-    """Every other key: a sealed record is checked, anything else is noted."""
+def _check_others(store: Store, findings: Findings) -> bool:
+    """Every other key: a sealed record is checked, anything else is noted; whether packs were set aside."""
     named = (forgotten.PREFIX, forgotten.RELEASED_PREFIX, NAMES_PREFIX)
     known = (PACK_PREFIX, *named, protocol.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
     for key in ROOT_RECORDS:
         if isinstance(store, FileStore) and is_no_file(store.root / key):
             findings.problem(ProblemKind.RECORD, key, IN_ITS_PLACE, effect=Effect.HARMLESS, repair=RepairKind.RECORDS)
-    aside = 0
+    aside, packs_lost = 0, False
     for key, size in store.list(""):
         if key.startswith(ASIDE_PREFIX):
             aside += 1
+            packs_lost |= key.startswith(ASIDE_PREFIX + PACK_PREFIX)
         elif key not in (CONFIG_KEY, GC_STATE_KEY, DEFAULT_CHANGED_KEY) and not key.startswith(known):
             _check_other(store, findings, key, size)
     if aside:
         findings.note(ASIDE_PREFIX, f"{aside} damaged files that repair set aside: delete them once all is well")
+    return packs_lost
 
 
 def _check_other(store: Store, findings: Findings, key: str, size: int) -> None:

@@ -34,6 +34,7 @@ from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.core.forgotten import decode_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
+from cas_ckpt.core.live import ASIDE_PREFIX
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import (
@@ -50,7 +51,6 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, rebuild_index, refill_index
 from cas_ckpt.ops.fsck.records import (
-    ASIDE_PREFIX,
     ROOT_RECORDS,
     check_lost_refs,
     check_records,

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import ASIDE_PREFIX
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, swap_gc_state
 from cas_ckpt.core.ref_store import RefStore
 from cas_ckpt.core.refs import Generation, RefKind
@@ -45,7 +46,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UnusableParts
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.problems import ProblemFinder
-from cas_ckpt.ops.fsck.records import ASIDE_PREFIX, Records, ref_keys
+from cas_ckpt.ops.fsck.records import Records, ref_keys
 from cas_ckpt.ops.fsck.recover import ObjectFetcher, Salvage, new_packs
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairRequest
 from cas_ckpt.ops.fsck.structure import Structure, checked_structure

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import Graph, known_commits, orphan_name, promised_commits, promisors, read_graph
+from cas_ckpt.core.live import (
+    Graph,
+    known_commits,
+    orphan_name,
+    packs_were_set_aside,
+    promised_commits,
+    promisors,
+    read_graph,
+)
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.publish import publish_lost_ref
 from cas_ckpt.core.ref_store import NAMES_PREFIX, name_record
@@ -276,7 +284,8 @@ def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
     except CorruptionError:
         return  # records are damaged still, which is reported already: so it is not known what is named
     handle.sync()
-    for digest in graph.tips(graph.orphans(known, remembered, now=read_graph(handle))):
+    lost = bool(handle.damaged) or packs_were_set_aside(handle.store)
+    for digest in graph.tips(graph.orphans(known, remembered, now=read_graph(handle), packs_lost=lost)):
         row = handle.index.read(history.read_commit, digest)
         message = "" if row is None else f" {row.message[:40]!r}"
         keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
