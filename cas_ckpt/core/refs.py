@@ -268,8 +268,10 @@ def head_with_part(
         return Head(branch, commit)
     if head.commit is None and not head.detached and not head.parts:
         return Head(branch, commit, keys=tuple(keys))
+    if commit == head.commit:  # the next part of another commit stands alone then: this one may have gone over it
+        return replace(head, keys=() if head.parts else tuple(keys))
     parts = tuple(part for part in head.parts if part != commit)
-    return replace(head, parts=parts if commit == head.commit else (*parts, commit), keys=tuple(keys))
+    return replace(head, parts=(*parts, commit), keys=tuple(keys))
 
 
 UNKNOWN_HEAD = Head(None, None)

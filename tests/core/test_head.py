@@ -341,6 +341,15 @@ def test_parts_of_a_commit_that_are_not_all_of_it_are_named_by_the_lineage(repo:
     assert worker.lineage == (Lineage("partly-from", commits[1].id),)
 
 
+def test_a_part_of_the_first_commit_counts_for_no_other_one(repo: Repository) -> None:
+    commits = three(repo)
+    repo.checkout("main", into=trained(9))
+    repo.checkout("step:1", into=trained(9), keys="model")
+    repo.checkout("main", into=trained(9), keys=["optim", "epoch"])
+    repo.checkout("step:1", into=trained(9), keys="model")
+    assert (repo.head.commit, repo.head.parts) == (commits[-1].id, (commits[1].id,))
+
+
 def test_the_first_part_says_where_a_state_of_unknown_origin_came_from(repo: Repository) -> None:
     commits = three(repo)
     with again(repo) as fresh:
