@@ -30,7 +30,7 @@ from cas_ckpt.core.config import read_config, require_there
 from cas_ckpt.core.create import change_default_branch
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_behind, unpushed_commits
-from cas_ckpt.core.publish import branch_target, publish_ref, take_away
+from cas_ckpt.core.publish import branch_target, check_meaning, publish_ref, take_away
 from cas_ckpt.core.records import log_rows_in_pieces
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_new_name, check_note, default_author, new_move
 from cas_ckpt.core.revisions import (
@@ -319,6 +319,9 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     ref = handle.refs.get(kind, old)
     if ref.target is None:
         raise NotFoundError(f"there is no {kind.label} {old!r}")
+    if handle.refs.seen([kind], new):
+        raise ConflictError(f"there is a {kind.label} {new!r} already: choose another name")
+    check_meaning(handle, kind, new)
     move = new_move(None, ref.target, f"renamed from {old}", default_author())
     made = publish_ref(handle, kind, new, ref.target, move=move, note=ref.note, likely=[(kind, old)])
     try:

@@ -28,6 +28,7 @@ from cas_ckpt.ops.refs import (
     tag_messages,
     undelete_ref,
 )
+from cas_ckpt.ops.sync.remotes import add_remote
 from tests.builders import commit, new_repository, numbers
 from tests.index.building import all_commits
 
@@ -79,6 +80,17 @@ def test_a_name_that_is_taken_is_not_taken_away(repo: RepositoryHandle) -> None:
     with pytest.raises(NotFoundError):
         rename_ref(repo, RefKind.BRANCH, "nothing", "something")
     assert {ref.name: ref.target for ref in repo.refs.list()} == before
+
+
+@pytest.mark.parametrize("new", ["other", "up/main"])
+def test_a_name_that_nothing_can_be_renamed_to_is_refused_without_a_way_to_force_it(
+    repo: RepositoryHandle, new: str
+) -> None:
+    create_branch(repo, "ft")
+    create_branch(repo, "other")
+    add_remote(repo, "up", "/mnt/up")
+    with pytest.raises(ConflictError, match="choose another name$"):
+        rename_ref(repo, RefKind.BRANCH, "ft", new)
 
 
 def test_whoever_lists_while_a_branch_is_renamed_sees_it(repo: RepositoryHandle) -> None:
