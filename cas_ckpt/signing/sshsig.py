@@ -157,18 +157,6 @@ def armored(blob: bytes) -> str:
     return "\n".join([_BEGIN, *rows, _END]) + "\n"
 
 
-def unarmored(text: str) -> bytes:
-    """The blob in a text that `armored`, or ssh-keygen, made.
-
-    Raises:
-        MalformedSignature: no such text.
-    """
-    rows = text.strip().splitlines()
-    if len(rows) < 2 or rows[0] != _BEGIN or rows[-1] != _END:
-        raise MalformedSignature(f"it does not begin with {_BEGIN} and end with {_END}")
-    return from_base64("".join(rows[1:-1]))
-
-
 def to_base64(data: bytes) -> str:
     """`data` in base64, in one row."""
     return base64.b64encode(data).decode()

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
 
 from cas_ckpt.errors import CkptError, InvalidInputError, StorageError
 from cas_ckpt.signing.keys import SigningKey, public_key_of_line, signing_key, verify_signature
-from cas_ckpt.signing.sshsig import MalformedSignature, armored, parse_signature, unarmored
+from cas_ckpt.signing.sshsig import MalformedSignature, armored, parse_signature
+from tests.signing.armor import unarmored
 
 VECTORS = json.loads((Path(__file__).parent / "ssh-keygen.json").read_text())
 KEYS: dict[str, Any] = VECTORS["keys"]
