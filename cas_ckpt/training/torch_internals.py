@@ -84,13 +84,14 @@ ATTRIBUTES: Mapping[str, str] = {
 OVERRIDDEN = ("_stage_untyped_storage", "_offload_tensor", "_deepcopy_dispatch")
 """Of the stager: where torch has no such name any more, its own way is taken, and copies take new memory."""
 
-SAVE, ASYNC_SAVE, INNER_SAVE, INNER_LOAD = "save", "async_save", "_save_state_dict", "_load_state_dict"
+SAVE, ASYNC_SAVE, INNER_SAVE = "save", "async_save", "_save_state_dict"
+LOAD, INNER_LOAD = "load", "_load_state_dict"
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
-    f"{_DCP}.state_dict_saver.{SAVE}": ("state_dict",),
-    f"{_DCP}.state_dict_saver.{ASYNC_SAVE}": ("upload_future",),
+    f"{_DCP}.state_dict_saver.{SAVE}": ("state_dict", "checkpoint_id"),
+    f"{_DCP}.state_dict_saver.{ASYNC_SAVE}": ("upload_future", "storage_writer"),
     f"{_DCP}.state_dict_saver.{INNER_SAVE}": ("planner", "storage_writer", "state_dict"),
-    f"{_DCP}.state_dict_loader.load": ("state_dict",),
+    f"{_DCP}.state_dict_loader.{LOAD}": ("state_dict", "checkpoint_id"),
     f"{_DCP}.state_dict_loader.{INNER_LOAD}": ("state_dict",),
 }
 """Functions of DCP that call our writers and readers, and variables that they have. Whoever asks for one that is gone
@@ -266,11 +267,28 @@ def stager_class() -> Any:
     return Stager
 
 
+def callers(frame: FrameType | None, *functions: str) -> Iterator[FrameType]:
+    """The frames of these functions, by name, that `frame` is one of or was called by; the innermost first."""
+    while frame is not None:
+        if frame.f_code.co_name in functions:
+            yield frame
+        frame = frame.f_back
+
+
 def calling(frame: FrameType | None, *functions: str) -> str | None:
     """The first of these functions, by name, that `frame` is of or was called by; None if none of them did."""
-    while frame is not None and frame.f_code.co_name not in functions:
-        frame = frame.f_back
-    return None if frame is None else frame.f_code.co_name
+    found = next(callers(frame, *functions), None)
+    return None if found is None else found.f_code.co_name
+
+
+def checkpoint_id_of(frame: FrameType | None, outer: str, inner: str) -> list[Any]:
+    """The `checkpoint_id` that DCP's function `outer` was given, of which `inner` calls us; none if that is not known.
+
+    DCP tells it to writers and readers (`reset`) only where there is one, and long before it asks them for anything:
+    who remembered it would give it to the next call, if this one fails before that.
+    """
+    call = next(callers(frame, outer), None) if calling(frame, outer, inner) == inner else None
+    return [] if call is None or "checkpoint_id" not in call.f_locals else [call.f_locals["checkpoint_id"]]
 
 
 def variables(frame: FrameType | None, name: str, *, most_frames: int) -> Iterator[Any]:

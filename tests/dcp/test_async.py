@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
-from cas_ckpt.dcp.storage import group
-from cas_ckpt.dcp.storage.group import BackgroundSave, Turn, forget_in_background
+from cas_ckpt.dcp.storage.group import BackgroundSave, Turn, Turns, forget_in_background
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from tests.dcp.states import plain_state, same
 from tests.thread_peers import run_ranks
@@ -178,13 +176,13 @@ def test_a_commit_inside_of_a_save_does_not_wait_for_that_save(
 @pytest.fixture
 def somebody_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a save waits for one in the background."""
-    waits, overlap = threading.Event(), group.Turns.overlap
+    waits, overlap = threading.Event(), Turns.overlap
 
-    def noted(self: group.Turns, other: group.Turns) -> bool:
+    def noted(self: Turns, other: Turns) -> bool:
         waits.set()
         return overlap(self, other)
 
-    monkeypatch.setattr(group.Turns, "overlap", noted)
+    monkeypatch.setattr(Turns, "overlap", noted)
     return waits
 
 
@@ -375,13 +373,13 @@ def test_arguments_of_a_writer_are_checked_when_it_is_made(repo: Repository, wro
 
 def test_a_turn_that_nobody_ended_is_lost_with_its_thread() -> None:
     turn = Turn()
-    planner = threading.Thread(target=turn.plan)
+    planner = threading.Thread(target=lambda: Turns(turn, None).plan(None))
     planner.start()
     planner.join()
-    turn.plan()
-    turn.plan()  # planned again by the same thread: the first plan failed elsewhere
-    with turn.writing():
-        turn.leave()
+    Turns(turn, None).plan(None)
+    last = Turns(turn, None)
+    last.plan(None)  # planned again by the same thread: the first plan failed elsewhere
+    last.write()
 
 
 @pytest.mark.parametrize("phase", ["plan", "write"])
@@ -389,22 +387,25 @@ def test_while_one_thread_has_the_turn_another_is_refused(phase: str) -> None:
     turn, begun, done = Turn(), threading.Event(), threading.Event()
 
     def _save_state_dict() -> None:  # as the function of DCP, inside of which a save plans
-        turn.plan()
-        with turn.writing() if phase == "write" else nullcontext():
-            begun.set()
-            done.wait(60)
+        save = Turns(turn, None)
+        save.plan(None)
+        if phase == "write":
+            save.write()
+        begun.set()
+        done.wait(60)
+        save.are_over = True
 
     holder = threading.Thread(target=_save_state_dict)
     holder.start()
     assert begun.wait(60)
     with pytest.raises(ConflictError, match="wait for its future first"):
-        turn.plan()
+        Turns(turn, None).plan(None)
     if phase == "write":
-        with pytest.raises(ConflictError, match="wait for its future first"), turn.writing():
-            pytest.fail("two at once")
+        with pytest.raises(ConflictError, match="wait for its future first"):
+            Turns(turn, None).write()
     done.set()
     holder.join()
-    turn.plan()
+    Turns(turn, None).plan(None)
 
 
 def test_a_turn_that_nobody_ended_is_lost_with_the_save_though_its_thread_lives_on(repo: Repository) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -278,3 +278,38 @@ def test_a_plan_that_the_mappings_do_not_name_is_refused(repo: Repository) -> No
     planner.mappings = {"b": ("b",)}
     with pytest.raises(MismatchError, match="a: the plan names it"):
         writer.write_data(plan, planner)
+
+
+class Fails:
+    """An object whose state cannot be had, which DCP asks for before it asks us for anything."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_the_checkpoint_id_of_a_save_or_load_that_did_not_begin_is_not_that_of_the_next_one(repo: Repository) -> None:
+    writer, reader, target = CasStorageWriter(repo), CasStorageReader(repo, ref="main"), {"w": torch.zeros(2)}
+    save({"w": torch.ones(2)}, writer, checkpoint_id="first")
+    with pytest.raises(ZeroDivisionError):
+        save({"x": Fails()}, writer, checkpoint_id="second")
+    save({"w": torch.full((2,), 3.0)}, writer)
+    assert repo.tags().keys() == {"first"}
+    with pytest.raises(ZeroDivisionError):
+        load({"x": Fails()}, reader, checkpoint_id="first")
+    load(target, reader)
+    assert target["w"][0] == 3.0
+
+
+def test_the_error_of_a_load_whose_planner_fails_over_it_is_not_that_of_the_next_one(repo: Repository) -> None:
+    class Fails(DefaultLoadPlanner):
+        def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+            raise ZeroDivisionError
+
+    save({"w": torch.ones(2)}, CasStorageWriter(repo))
+    reader, target = CasStorageReader(repo), {"w": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match="ZeroDivisionError"):
+        load(target, reader, checkpoint_id="nothing", planner=Fails())
+    load(target, reader)
+    assert target["w"][0] == 1.0

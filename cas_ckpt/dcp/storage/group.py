@@ -14,10 +14,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
+from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.held_signals import held_signals
 from cas_ckpt.training.process_group import GroupPeers
-from cas_ckpt.training.torch_internals import INNER_SAVE, calling
+from cas_ckpt.training.torch_internals import ASYNC_SAVE, INNER_SAVE, callers, calling
 
 _BUSY = (
     "another save to this branch, or over this process group, is not finished: wait for its future first "
@@ -80,52 +82,41 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._planner: Alive | None = None
-        self._writer: Alive | None = None
+        self._lock = threading.RLock()
+        self._planner: Turns | None = None
+        self._writer: Turns | None = None
         self._latest = 0
 
-    def plan(self, number: int | None = None) -> None:
-        """Note that this thread begins a save.
+    def plan(self, save: Turns, number: int | None = None) -> None:
+        """Note that `save` begins, in this thread.
 
         Args:
             number: Of the save, from `next_save`; None: it begins now.
         Raises:
             ConflictError: another thread is at it, or a save of a higher number was.
         """
-        own = threading.current_thread()
         with self._lock:
             other = self._planner
-            waits = other is not None and other not in (own, threading.main_thread()) and _is_saving(other)
-            if self._writer is not None or waits:
+            if self._is_written() or (other is not None and other.is_planned_elsewhere()):
                 raise ConflictError(_BUSY)
             if number is not None and number < self._latest:
                 raise ConflictError(_OVERTAKEN)
-            self._planner = own
+            self._planner = save
             self._latest = max(self._latest, next_save() if number is None else number)
 
-    def leave(self) -> None:
-        """Note that this thread's save is over, however it ended."""
-        with self._lock:
-            if self._planner is threading.current_thread():
-                self._planner = None
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """The part of a save that talks to the other ranks.
+    def write(self, save: Turns) -> None:
+        """Note that the part of `save` begins that talks to the other ranks.
 
         Raises:
-            ConflictError: another thread is at it.
+            ConflictError: another save is at it.
         """
         with self._lock:
-            if self._writer is not None:
+            if self._is_written():
                 raise ConflictError(_BUSY)
-            self._writer = threading.current_thread()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._writer = None
+            self._writer = save
+
+    def _is_written(self) -> bool:
+        return self._writer is not None and not self._writer.are_over
 
 
 def _is_saving(thread: Alive) -> bool:
@@ -135,7 +126,11 @@ def _is_saving(thread: Alive) -> bool:
 
 
 class Turns:
-    """The two turns that one save needs, taken together or not at all."""
+    """The two turns that one save needs, taken together or not at all.
+
+    Attributes:
+        are_over: The save has ended, however; set by whoever takes them, in one step, which no Ctrl-C divides.
+    """
 
     def __init__(self, branch: Turn, group: Turn | None) -> None:
         """Nothing is taken yet.
@@ -143,33 +138,33 @@ class Turns:
         Args:
             group: That of the process group; None where one rank saves alone.
         """
+        self.are_over = False
+        self._thread: Alive = threading.current_thread()
         self._branch = branch
         self._every = (branch,) if group is None else (group, branch)
 
     def plan(self, number: int | None) -> None:
         """See `Turn.plan`; the order of saves is that of the branch."""
-        with ExitStack() as undo:
+        try:
             for turn in self._every:
-                turn.plan(number if turn is self._branch else None)
-                undo.callback(turn.leave)
-            undo.pop_all()
+                turn.plan(self, number if turn is self._branch else None)
+        except BaseException:
+            self.are_over = True
+            raise
+
+    def write(self) -> None:
+        """See `Turn.write`."""
+        for turn in self._every:
+            turn.write(self)
 
     def overlap(self, other: Turns) -> bool:
         """Whether one of two saves has to wait for the other."""
         return not {id(turn) for turn in self._every}.isdisjoint(id(turn) for turn in other._every)
 
-    def leave(self) -> None:
-        """See `Turn.leave`."""
-        for turn in self._every:
-            turn.leave()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """See `Turn.writing`."""
-        with ExitStack() as stack:
-            for turn in self._every:
-                stack.enter_context(turn.writing())
-            yield
+    def is_planned_elsewhere(self) -> bool:
+        """Whether another thread is in the save, which has planned."""
+        elsewhere = self._thread not in (threading.current_thread(), threading.main_thread())
+        return not self.are_over and elsewhere and _is_saving(self._thread)
 
 
 # ------------------------------------------------------------ saves in the background
@@ -217,14 +212,14 @@ _in_background: list[BackgroundSave] = []
 
 def note_in_background(save: BackgroundSave) -> None:
     """Let later saves wait for this one."""
-    with _making:
+    with held_signals(), _making:
         _in_background[:] = [each for each in _in_background if each.future is None or not each.future.done()]
         _in_background.append(save)
 
 
 def forget_in_background(save: BackgroundSave) -> None:
     """It never came to DCP's executor."""
-    with _making:
+    with held_signals(), _making:
         _in_background[:] = [each for each in _in_background if each is not save]
 
 
@@ -276,7 +271,7 @@ class SharedGroup:
 
 
 _groups: dict[tuple[Any, float], SharedGroup] = {}
-_making = threading.Lock()
+_making = threading.RLock()
 
 
 def world_size(process_group: Any) -> int:
@@ -337,6 +332,7 @@ class RepositoryPlace:
     """
 
     brought: Head | None = None
+    _refuse_inside: Callable[[str], None] | None = None
     _wait_for_pending: Callable[[], None] | None = None
     _note_in_flight: Callable[[BackgroundSave], None] | None = None
 
@@ -351,6 +347,7 @@ class RepositoryPlace:
         """
         handle = getattr(repository, "_handle", repository)  # a Repository's own; training/ is below core/handle.py
         self._handle = handle if isinstance(handle, RepositoryHandle) else None
+        self._refuse_inside = getattr(repository, "_refuse_inside", None)
         self._wait_for_pending = getattr(repository, "_wait_for_pending", None)
         self._note_in_flight = getattr(repository, "_note_in_flight", None)
         self._index_url = index_url
@@ -361,6 +358,25 @@ class RepositoryPlace:
             )
         self.url = str(os.fspath(repository)) if self._handle is None else self._handle.store.url
 
+    def refuse_inside(self, frame: FrameType) -> None:
+        """Refuse a save that a signal handler begins inside of another one, or of a commit or checkout, of its thread.
+
+        It would wait for that, or take its place in the writer.
+
+        Args:
+            frame: Of the function of DCP that asks for the first hook of the save.
+        Raises:
+            InvalidInputError: both are into the same repository.
+        """
+        outer = [each for each in callers(frame, INNER_SAVE, ASYNC_SAVE) if self._is_place_of(each)][1:]
+        if outer:
+            raise InvalidInputError(
+                "a save of torch.distributed.checkpoint was begun inside of another one into the same repository, in "
+                "the same thread, which cannot go on meanwhile: in a signal handler, note the signal, and save after it"
+            )
+        if self._refuse_inside is not None:
+            self._refuse_inside("dcp.save")
+
     def wait_for_commits(self) -> None:
         """Wait for the commits in the background that an open repository has begun: they come first.
 
@@ -369,6 +385,11 @@ class RepositoryPlace:
         """
         if self._wait_for_pending is not None:
             self._wait_for_pending()
+
+    def _is_place_of(self, frame: FrameType) -> bool:
+        """Whether the writer of a save of DCP, which this frame is of, saves here."""
+        place = getattr(frame.f_locals.get("storage_writer"), "_place", None)
+        return isinstance(place, RepositoryPlace) and place.url == self.url
 
     def note(self, save: BackgroundSave) -> None:
         """Let what is begun from now on through an open repository come after this save."""

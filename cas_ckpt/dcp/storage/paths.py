@@ -141,9 +141,9 @@ class _PathWriter(CasStorageWriter):
         self._paths = paths
         self._own_tag = paths.tag(path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See `CasStorageWriter.reset`; a folder means its tag."""
-        super().reset(None if checkpoint_id is None else self._paths.tag(checkpoint_id))
+    def _tag_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
+        """A folder means its tag."""
+        return self._paths.tag(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_paths": self._paths}
@@ -154,6 +154,6 @@ class _PathReader(CasStorageReader):
         super().__init__(repository, ref=paths.tag(path))
         self._paths = paths
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See `CasStorageReader.reset`; a folder means its tag."""
-        super().reset(None if checkpoint_id is None else self._paths.tag(checkpoint_id))
+    def _revision_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
+        """A folder means its tag."""
+        return self._paths.tag(checkpoint_id)

@@ -76,7 +76,7 @@ from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dty
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
 from cas_ckpt.training.stateful import tell_versions
-from cas_ckpt.training.torch_internals import CHUNK_LIST, INNER_LOAD, calling, private
+from cas_ckpt.training.torch_internals import CHUNK_LIST, INNER_LOAD, LOAD, calling, checkpoint_id_of, private
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -263,7 +263,11 @@ class CasStorageReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP was given a `checkpoint_id` (or none): the revision of the load that follows, and of no other."""
-        self._given = None if checkpoint_id is None else str(checkpoint_id)
+        self._given = None if checkpoint_id is None else self._revision_of(checkpoint_id)
+
+    def _revision_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
+        """The revision that a `checkpoint_id` means."""
+        return str(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -281,24 +285,27 @@ class CasStorageReader(StorageReader):
         Raises:
             NotFoundError, CorruptionError. Inside of dcp.load, `set_up_storage_reader` raises them.
         """
+        self._refused = None  # that of a load whose planner failed before we could raise it
+        frame = sys._getframe(1)
+        for given in checkpoint_id_of(frame, LOAD, INNER_LOAD):
+            self._given = None if given is None else self._revision_of(given)
+        revision, self._given = self.checkpoint_id, None  # the next load may be given none, and means `ref` then
         try:
             with self._place.opened() as handle:
-                self._catalog = self._read_catalog(handle, self.checkpoint_id)
+                self._catalog = self._read_catalog(handle, revision)
         except Exception as error:
-            self._given = None  # the next load may be given none, and means `ref` then
-            if calling(sys._getframe(1), INNER_LOAD) is None:
+            if calling(frame, INNER_LOAD) is None:
                 raise
             self._refused = error  # DCP would drop it, and fail for want of metadata
             return Metadata({})
         return self._catalog.metadata(self._place.url)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The load begins: who asks is noted, the id that it was given is used up.
+        """The load begins: who asks is noted.
 
         Raises:
             NotFoundError, CorruptionError: of `read_metadata`.
         """
-        self._given = None
         if self._refused is not None:
             error, self._refused = self._refused, None
             raise error

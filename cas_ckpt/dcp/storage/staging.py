@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from cas_ckpt.held_signals import held_signals
 from cas_ckpt.training.capture.tensors import locals_of
 from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.training.torch_internals import stager_class
@@ -36,7 +37,7 @@ class _Arenas:
     def __init__(self) -> None:
         # What is staged is the caller's, who may fork and read it there.
         self._pool = StagingPool(kept_by_children=True, prepare=pin, dismiss=unpin)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._taken_bytes = 0
         # Finalizers run wherever memory happens to be freed, also inside of the pool: they only note what is over.
         self._over: deque[Arena] = deque()
@@ -46,7 +47,7 @@ class _Arenas:
         wanted = sum(aligned(storage.nbytes()) for storage in storages.values())
         if not wanted:
             return {}
-        with self._lock:
+        with held_signals(), self._lock:
             while self._over:
                 arena = self._over.popleft()
                 self._taken_bytes -= arena.num_bytes
@@ -58,8 +59,8 @@ class _Arenas:
             if taken is None:
                 return {}
             self._taken_bytes += taken.num_bytes
-        left = list(range(len(storages)))
-        return {key: self._lent(taken, storage.nbytes(), left) for key, storage in storages.items()}
+            left = list(range(len(storages)))
+            return {key: self._lent(taken, storage.nbytes(), left) for key, storage in storages.items()}
 
     def _lent(self, arena: Arena, num_bytes: int, left: list[int]) -> torch.UntypedStorage:
         """A storage in `arena`, which is over when all of `left` are gone."""

@@ -66,7 +66,7 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck, checked_fields
 from cas_ckpt.ops.refs import create_tag
 from cas_ckpt.training.stateful import module_versions
-from cas_ckpt.training.torch_internals import ASYNC_SAVE, SAVE, calling, variables
+from cas_ckpt.training.torch_internals import ASYNC_SAVE, INNER_SAVE, SAVE, calling, checkpoint_id_of, variables
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -239,7 +239,11 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP was given a `checkpoint_id` (or none): the tag of the next commit of this thread, and of no other."""
         if calling(sys._getframe(1), SAVE, ASYNC_SAVE) != ASYNC_SAVE:  # which asks again in the thread that saves
-            self._begun.given = None if checkpoint_id is None else str(checkpoint_id)
+            self._begun.given = None if checkpoint_id is None else self._tag_of(checkpoint_id)
+
+    def _tag_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
+        """The tag that a `checkpoint_id` means."""
+        return str(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -252,9 +256,13 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         It asks before it gives the state to the planner, which an earlier save may still use: that is waited for here.
         A save that was staged is known by its state, whatever else this writer saves meanwhile.
         """
-        begun = self._begun
-        begun.tag, begun.given = begun.given, None
-        begun.background = self._staged_before(sys._getframe(1))
+        begun, frame = self._begun, sys._getframe(1)
+        tag, begun.given = begun.given, None
+        for given in checkpoint_id_of(frame, SAVE, INNER_SAVE):
+            tag = None if given is None else self._tag_of(given)
+        self._place.refuse_inside(frame)
+        begun.tag = tag
+        begun.background = self._staged_before(frame)
         number, self._brought = self._brought, None  # of a process, which saves nothing else
         if begun.background is not None:
             self._come(begun.background)
@@ -274,6 +282,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
         Waits for the saves before it to the same branch, or over the same process group.
         """
+        self._place.refuse_inside(sys._getframe(1))
         self._place.wait_for_commits()
         with ExitStack() as opened:
             wait_for_saves(self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())))
@@ -358,14 +367,14 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """
         save = self._save()
         try:
-            with save.turns.writing():
-                paths = self._commit(save, plan, planner)
+            save.turns.write()
+            paths = self._commit(save, plan, planner)
         except PeerError as error:
             if save.collective and self._group is not None and self._group.peers.has_lost_ranks:
                 raise RankLost(str(error), error.ranks) from error
             raise
         finally:
-            save.turns.leave()
+            save.turns.are_over = True
             if save.collective and not save.coordinates:  # no more calls come
                 del self._saves[threading.get_ident()]
         done: Future[list[WriteResult]] = Future()
@@ -457,7 +466,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             with suppress(BaseException), collective_errors(self._peers(save)):
                 raise error
         finally:
-            save.turns.leave()
+            save.turns.are_over = True
 
 
 def _planned(metadata: Metadata) -> list[MetadataIndex]:

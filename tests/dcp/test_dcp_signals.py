@@ -1,0 +1,121 @@
+"""Signals in a save or load of DCP: a handler may save and load, or is told; a Ctrl-C leaves no turn taken."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cas_ckpt import InvalidInputError, Repository
+from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
+from tests.dcp.states import alone, load, save
+from tests.interrupts import interrupted, places_in
+from tests.repository.test_signals import Signalling, calling, handled
+
+STATE = {"w": torch.arange(500.0)}
+WITH_LOCKS = ("dcp/storage/group.py", "dcp/storage/staging.py")
+
+
+def saved(repo: Repository) -> None:
+    save(STATE, CasStorageWriter(repo))
+
+
+def saved_in_background(repo: Repository) -> None:
+    with alone():
+        dcp.async_save(STATE, storage_writer=CasStorageWriter(repo), no_dist=True).result()
+
+
+def loaded(repo: Repository) -> None:
+    load({"w": torch.zeros(500)}, CasStorageReader(repo, ref="main"))
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether it says that a save cannot be inside of a save, or what is only known when a load has ended."""
+    inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return isinstance(inner, InvalidInputError)
+
+
+@pytest.mark.parametrize("inner", [saved, saved_in_background, loaded])
+@pytest.mark.parametrize("outer", [saved, saved_in_background, loaded])
+def test_a_handler_that_saves_or_loads_inside_of_a_save_or_load_has_done_it_or_is_told(
+    repo: Repository, outer: Callable[[Repository], None], inner: Callable[[Repository], None]
+) -> None:
+    def work() -> None:
+        outer(repo)
+
+    def handle() -> None:
+        try:
+            inner(repo)
+        except (CheckpointException, InvalidInputError) as error:
+            assert is_told(error)  # noqa: PT017 - it works at other places
+
+    repo.commit(STATE)
+    work()
+    of = ("dcp/storage/reader.py",) if outer is loaded else WITH_LOCKS
+    places = places_in(work, of=lambda path: path.endswith(of))
+    assert len(places) > 10
+    for place in places[:: 1 if outer is saved is inner else 4]:
+        with calling(handle) as done:
+            interrupted(work, place)
+        assert done
+
+
+def test_a_save_with_the_same_writer_takes_nothing_from_the_one_that_it_interrupts(repo: Repository) -> None:
+    writer = CasStorageWriter(repo)
+
+    def handle() -> None:
+        with pytest.raises(CheckpointException, match="begun inside of another one"):
+            save(STATE, writer, checkpoint_id="inner")
+
+    def work() -> None:
+        save(STATE, writer, checkpoint_id=f"outer-{len(repo.tags())}")
+
+    work()
+    places = places_in(work, of=lambda path: path.endswith("dcp/storage/writer.py"))
+    names = [place for place in places if place[0].co_name in ("storage_meta", "set_up_storage_writer", "write_data")]
+    for place in names:
+        before = len(repo.tags())
+        with calling(handle) as done:
+            interrupted(work, place)
+        if done:
+            assert len(repo.tags()) == before + 1
+
+
+@pytest.mark.parametrize("verb", ["commit", "commit_async", "checkout"])
+def test_a_handler_whose_save_would_wait_for_the_commit_that_it_interrupted_is_told(
+    repo: Repository, verb: str
+) -> None:
+    state = Signalling()
+    repo.commit({"x": state})
+    calls: dict[str, Callable[[], Any]] = {
+        "commit": lambda: repo.commit({"x": state}),
+        "commit_async": lambda: repo.commit_async({"x": state}).result(),
+        "checkout": lambda: repo.checkout("HEAD", into={"x": state}),
+    }
+    state.armed = True
+    with (
+        calling(lambda: saved(repo)),
+        pytest.raises(CheckpointException, match=f"dcp.save was called inside of {verb} "),
+    ):
+        calls[verb]()
+    calls[verb]()
+
+
+def test_a_ctrl_c_in_a_save_leaves_the_turn_to_the_next_one(repo: Repository) -> None:
+    def work() -> None:
+        saved(repo)
+
+    work()
+    found = places_in(work, of=lambda path: path.endswith(("contextlib.py", "dcp/storage/group.py")))
+    places = [place for place in found if any("dcp/storage" in code.co_filename for code in place[::2] if code)]
+    assert len(places) > 10
+    with handled(signal.default_int_handler):
+        for place in places:
+            with pytest.raises((KeyboardInterrupt, CheckpointException)):
+                interrupted(work, place)
+            work()
