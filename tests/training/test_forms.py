@@ -89,6 +89,17 @@ def test_state_that_was_contiguous_when_its_parameter_was_too_lies_as_the_parame
     assert fresh.state[other.weight]["exp_avg"].stride() == (27, 1, 9, 3)
 
 
+def test_state_of_a_parameter_that_was_channels_last_lies_as_a_contiguous_one_does_now() -> None:
+    model, optimizer = conv_net(steps=2)
+    with repository() as repo:
+        repo.commit({"model": model, "optim": optimizer})
+        other = torch.nn.Conv2d(3, 8, 3)
+        fresh = torch.optim.AdamW(other.parameters(), lr=0.1, fused=True)
+        repo.checkout("main", into={"model": other, "optim": fresh})
+    assert fresh.state[other.weight]["exp_avg"].stride() == other.weight.stride() == (27, 9, 3, 1)
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
 TENSORS = {
     "channels last": torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "one channel": torch.arange(640.0).view(2, 1, 16, 20).to(memory_format=torch.channels_last),

@@ -70,20 +70,27 @@ class Match:
     groups: list[int]
     foreign: frozenset[Name]
 
-    def own(self, item: Item) -> dict[str, Any]:
+    def own(self, item: Item, path: Path, draft: RestoreDraft) -> dict[str, Any]:
         """The live state under the keys of the commit.
 
-        Where a parameter that is divided (DTensor), or does not lie in memory in the order of its dimensions, has no
-        state yet, it gets empty tensors like it for those in the commit that have its shape: fused kernels go through
-        both by the strides of the parameter.
+        Where a parameter has no state yet, and is divided (DTensor), or either of it and of the state in the commit
+        does not lie in memory in the order of its dimensions, it gets empty tensors like it for those in the commit
+        that have its shape: fused kernels go through both by the strides of the parameter.
         """
         raw, of_commit = self.form.raw, children(children(item).get(STATE))
         state: dict[Name, Any] = {}
         for key, stored in self.stored.items():
             mine = dict(raw[STATE].get(key, {}))
-            param = self.form.params.get(key)
-            if param is not None and (is_kind(param, "DTensor") or not param.is_contiguous()):
-                mine = {**_empty_like(param, children(of_commit.get(stored))), **mine}
+            param, theirs = self.form.params.get(key), children(of_commit.get(stored))
+            if param is not None and (
+                is_kind(param, "DTensor")
+                or not param.is_contiguous()
+                or any(
+                    draft.layout.orders and render_key((*path, STATE, stored, name)) in draft.layout.orders
+                    for name in theirs.keys() - mine
+                )
+            ):
+                mine = {**_empty_like(param, theirs), **mine}
             if mine or key in raw[STATE]:
                 state[stored] = mine
         state.update({key: value for key, value in raw[STATE].items() if key not in self.stored})

@@ -470,7 +470,7 @@ class _Walk:
             draft.faults.append(str(match))
             return None
         check_shapes(draft, optimizer, match, stored, path)
-        build = self.handed_over(match.own(stored), match.wanted(stored), path)
+        build = self.handed_over(match.own(stored, path, draft), match.wanted(stored), path)
         differences = compare_groups(draft, optimizer, match, stored, path)
 
         def restored() -> dict[str, Any]:
