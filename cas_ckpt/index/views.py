@@ -390,14 +390,14 @@ _ENTRIES = View(
             "Python's `str`; null: bytes, a longer value, a tensor",
         ),
     ),
-    "t_commits c CROSS JOIN EACH CROSS JOIN t_entries e "
+    "t_commits c CROSS JOIN EACH CROSS JOIN ENTRIES_OF[EACH.node_id] e "
     f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
     f"WHERE e.node_id = EACH.node_id AND {_IS_LEAF}",
     Each(
         f"""walk(prefix, node_id, depth) AS (
         SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}, 0
         UNION ALL SELECT {_PREFIX}, w.child_id, walk.depth + 1
-        FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v WHERE {_OPENED}
+        FROM walk CROSS JOIN ENTRIES_OF[walk.node_id] w CROSS JOIN t_trees v WHERE {_OPENED}
         DEEPEST_FIRST[3]
     ), {_few("prefix, node_id")}""",
         "few",
@@ -414,13 +414,14 @@ _DIFFERENCE = f"""walk(has, prefix, node_id, other_id, depth) AS (
             UNION ALL SELECT 0, {_BEFORE}, {number_of("c.root")}
         ) s WHERE s.node_id IS NOT NULL AND (s.other_id IS NULL OR s.node_id <> s.other_id)
         UNION ALL SELECT walk.has, {_PREFIX}, w.child_id, ({_SAME.format("min(x.child_id)")}), walk.depth + 1
-        FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v
-        WHERE {_OPENED} AND NOT EXISTS ({_SAME.format("1")} AND x.child_id = w.child_id)
+        FROM walk CROSS JOIN ENTRIES_OF[walk.node_id] w CROSS JOIN t_trees v
+        WHERE {_OPENED} AND ({_SAME.format("count(*)")} AND x.child_id = w.child_id) = 0
         DEEPEST_FIRST[5]
     ), {_few("has, prefix, node_id")}, listed(key, has, what) AS (
         SELECT EXACT[few.prefix || e.name], few.has, CAST(e.form AS TEXT) || ':' ||
             coalesce(CAST(e.spec_id AS TEXT), '') || ':' || coalesce(CAST(e.child_id AS TEXT), HEX_IF_ANY[e.data])
-        FROM few CROSS JOIN t_entries e LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id
+        FROM few CROSS JOIN ENTRIES_OF[few.node_id] e
+        LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id
         WHERE e.node_id = few.node_id AND {_IS_LEAF}
     ), sides(key, before, after) AS (
         SELECT key, max(CASE has WHEN 0 THEN what END), max(CASE has WHEN 1 THEN what END) FROM listed GROUP BY key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -30,7 +31,7 @@ from tests.docs.pages import DOCS
 from tests.docs.questions import answer, make_example, shown
 from tests.index.building import commit_pack, data_pack
 from tests.index.queries_suite import all_rows
-from tests.index.views_suite import ask, rows
+from tests.index.views_suite import ask, filled, rows
 
 pytestmark = pytest.mark.slow
 
@@ -287,6 +288,16 @@ def test_a_view_of_somebody_that_rests_on_ours_is_named_and_stays(
         other.execute("DROP VIEW public.mine")
     with Index.open(server_url, store_id=STORE) as again:
         assert rows(again, "SELECT message FROM commits") == [("a",)]
+
+
+@pytest.mark.parametrize("view", ["entries", "changes", "key_changes"])
+def test_no_commit_costs_a_reading_of_all_entries(index: Index, other: psycopg.Connection[Any], view: str) -> None:
+    filled(index)
+    other.execute(f'SET search_path TO "{schema_of(STORE)}"'.encode())
+    plan = "\n".join(line for (line,) in other.execute(f"EXPLAIN SELECT * FROM {view}".encode()))
+    assert "Recursive Union" in plan
+    assert "t_entries_pkey" in plan
+    assert re.search(r"Seq Scan on t_entries [eiwx]\b", plan) is None  # `p` are parts of one composite tensor
 
 
 def test_the_questions_of_the_docs_have_the_same_answers_here(server_url: str, tmp_path: Path) -> None:
