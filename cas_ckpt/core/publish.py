@@ -555,8 +555,9 @@ def publish_ref(
 
 
 def publish_lost_ref(
-    handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, *, move: Move, note: str | None = None
-) -> Ref:
+    handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, *, move: Move, note: str | None = None,
+    signature: TagSignature | None = None,
+) -> Ref:  # fmt: skip
     """The same for a ref that may have been there before, and whose record was lost: its repair.
 
     Raises:
@@ -565,7 +566,7 @@ def publish_lost_ref(
     key = ref_key(kind, name)
     was_known = exists(handle.store, name_key(key))
     try:
-        return publish_ref(handle, kind, name, target, move=move, note=note, lost=True)
+        return publish_ref(handle, kind, name, target, move=move, note=note, signature=signature, lost=True)
     except NotFoundError:
         if not was_known and not exists(handle.store, key):  # else collections would wait for a ref that never was
             handle.store.delete(name_key(key))

@@ -263,9 +263,16 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
 def _repair_records(store: Store, sources: Sequence[RepositoryHandle], moved: Collection[str], log: RepairLog) -> None:
     """Put back damaged records of forgotten commits, and the policy, from another copy of this repository.
 
+    A clone has a policy and settings of its own: it is no copy.
+
     Args:
         moved: Keys of records in whose place was something else, and nothing is now.
     """
+    try:
+        own = read_config(store).store_id
+    except CkptError:
+        own = ""  # which copies are of this repository is not known
+    sources = [source for source in sources if source.config.store_id == own]
     for key in [*moved, *(key for key, _ in store.list(""))]:
         is_forgotten = key.startswith(FORGOTTEN_PREFIX)
         if not is_forgotten and ("/" in key or key == CONFIG_KEY):
@@ -282,7 +289,7 @@ def _repair_records(store: Store, sources: Sequence[RepositoryHandle], moved: Co
                 continue  # there may have been none
             forget = "forget the same commits again (cas-ckpt forget), then delete this file"
             advice = forget if is_forgotten else "write it again, or delete this file"
-            log.leave(RepairKind.RECORDS, key, f"no other copy has it: {advice}")
+            log.leave(RepairKind.RECORDS, key, f"no other copy has it (a clone is none): {advice}")
             continue
         if not log.dry_run:
             try:

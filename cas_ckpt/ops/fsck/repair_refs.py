@@ -2,7 +2,8 @@
 
     1. what the caller chose
     2. else, in another copy of this repository (same store id), the ref of that name; in a clone, what it remembers of
-       the branch (`origin/main`), or its own ref of that name
+       the branch (`origin/main`), or its own ref of that name. A clone with one remote has tags of
+       this repository: the log of each says that it was fetched
     3. else nothing: the candidates are reported, with the command that chooses one
 
 Invariant: as in core/publish.py: the ref's stored bytes are read, then gc/state, then the target is seen to
@@ -28,7 +29,16 @@ from cas_ckpt.core.live import (
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.publish import publish_lost_ref
 from cas_ckpt.core.ref_store import NAMES_PREFIX, name_record
-from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, default_author, new_move, ref_key
+from cas_ckpt.core.refs import (
+    PLACEHOLDER_GENERATION,
+    Move,
+    Ref,
+    RefKind,
+    TagSignature,
+    default_author,
+    new_move,
+    ref_key,
+)
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
@@ -71,6 +81,7 @@ class _Content:
     origin: str
     moves: tuple[Move, ...] = ()
     note: str = ""
+    signature: TagSignature | None = None
 
 
 def repair_refs(
@@ -117,6 +128,9 @@ def _broken_refs(
         for name in _remembered(handle, source):
             if (RefKind.BRANCH, name) not in stored:
                 yield _BrokenRef(RefKind.BRANCH, name, None)
+        for name in _fetched_tags(handle, source):
+            if (RefKind.TAG, name) not in stored:
+                yield _BrokenRef(RefKind.TAG, name, None)
     for full in chosen:
         for kind in RefKind:
             if full.startswith(kind.value) and (kind, full.removeprefix(kind.value)) not in stored:
@@ -143,6 +157,21 @@ def _remembered(handle: RepositoryHandle, source: RepositoryHandle) -> dict[str,
         ref.name.removeprefix(f"{name}/"): ref
         for name in ours for ref in refs if ref.name.startswith(f"{name}/") and ref.target and ref.target in graph
     }  # fmt: skip
+
+
+def _fetched_tags(handle: RepositoryHandle, source: RepositoryHandle) -> list[str]:
+    """Tags that `source`, a clone of this repository alone, fetched and did not move since."""
+    if source.config.store_id == handle.config.store_id:
+        return []
+    try:
+        if len(read_settings(source.store).remotes) != 1:
+            return []
+        refs = list(source.refs.whole(RefKind.TAG))
+    except CkptError:
+        return []
+    graph = read_graph(handle)
+    came = [ref for ref in refs if ref.log and ref.log[-1].action.startswith(("fetch: ", "clone: ", "pull: "))]
+    return [ref.name for ref in came if ref.target is not None and ref.target in graph]
 
 
 def _names(handle: RepositoryHandle) -> dict[tuple[RefKind, str], None]:
@@ -188,7 +217,9 @@ def _decide(
             graph = read_graph(handle)
             known = [move for move in found.log if all(one is None or one in graph for one in (move.old, move.new))]
             what = f"as in {source.store.url}" if found.kind is ref.kind else f"as {found.name} of {source.store.url}"
-            return _Content(found.target, what, tuple(known) if found.kind is ref.kind else (), found.note)
+            return _Content(
+                found.target, what, tuple(known) if found.kind is ref.kind else (), found.note, found.signature
+            )
     raise NotFoundError(f"nothing says for certain what {ref.kind.label} {ref.name!r} named")
 
 
@@ -208,7 +239,9 @@ def _write(handle: RepositoryHandle, ref: _BrokenRef, content: _Content) -> None
     move = new_move(None, target, f"repaired: {content.origin}", default_author())
     if ref.record is None:
         if target is not None:
-            publish_lost_ref(handle, kind, name, target, move=move, note=content.note or None)
+            publish_lost_ref(
+                handle, kind, name, target, move=move, note=content.note or None, signature=content.signature
+            )
         return
     for _ in range(_ATTEMPTS):
         generation = handle.begin_writing()
@@ -220,7 +253,7 @@ def _write(handle: RepositoryHandle, ref: _BrokenRef, content: _Content) -> None
         if target is not None:
             _require_kept(handle, target, state.condemned)
         old = Ref(kind, name, None, PLACEHOLDER_GENERATION, content.moves, ref.record)
-        handle.refs.swap(old, target, generation=generation, move=move, note=content.note)
+        handle.refs.swap(old, target, generation=generation, move=move, note=content.note, signature=content.signature)
         return
     raise ConflictError(f"garbage collections began {_ATTEMPTS} times while {name!r} was set: try again")
 

@@ -26,8 +26,9 @@ from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.records import check_records
 from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, repair_open
 from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind, RepairRequest
-from cas_ckpt.ops.refs import create_branch, reflog
+from cas_ckpt.ops.refs import create_branch, create_tag, reflog
 from cas_ckpt.ops.sync.fetch import FetchRequest, clone
+from cas_ckpt.signing.keys import SigningKey
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
 from tests.ops.fsck.fsck_cases import arrays, build, check, copy_of, flip, repair, repair_as_told, states
@@ -382,21 +383,34 @@ def test_a_forgotten_commit_may_have_lost_its_data_but_not_its_record(repo: Path
 @pytest.mark.parametrize("lost", ["one", "all"])
 def test_a_clone_says_what_branches_named_when_it_last_fetched(repo: Path, tmp_path: Path, lost: str) -> None:
     handle = RepositoryHandle.open(repo)
+    create_tag(handle, "said", message="the one of the paper", sign=SigningKey.generate())
     heads = {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)}
+    tags = {ref.name: (ref.target, ref.note, ref.signature) for ref in handle.refs.list(RefKind.TAG)}
     handle.close()
     made, _ = clone(repo, tmp_path / "clone", FetchRequest())
+    create_tag(made, "mine")  # of a commit that is here, too
     commit(made, {"own": numbers(4, 4)})  # the clone went on
     made.close()
     flip(repo / "refs/heads/main.ref", 60)
     (repo / "refs/heads/old.ref").unlink()
+    (repo / "refs/tags/said.ref").unlink()
     if lost == "all":
         for place in ("refs", "names", "index"):
             shutil.rmtree(repo / place)
     assert repair(repo, RepairKind.REFS, other=tmp_path / "clone").ok
     handle = RepositoryHandle.open(repo)
     assert {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)} == heads
+    assert {ref.name: (ref.target, ref.note, ref.signature) for ref in handle.refs.list(RefKind.TAG)} == tags
     handle.close()
     assert check(repo).ok
+
+
+def test_the_policy_of_a_clone_is_not_taken_for_that_of_the_repository(repo: Path, tmp_path: Path) -> None:
+    with Repository.clone(repo, tmp_path / "clone") as made:
+        made.set_policy(Policy(keep_last=1))
+    flip(repo / "policy", 60)
+    report = repair(repo, RepairKind.RECORDS, other=tmp_path / "clone")
+    assert [(one.where, "a clone is none" in one.what) for one in report.left] == [("policy", True)]
 
 
 @pytest.mark.parametrize(
