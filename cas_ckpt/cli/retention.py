@@ -302,6 +302,10 @@ def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
     if report.merged_packs:
         what = f"{human_bytes(report.merged_bytes)} in {report.merged_packs} small packs into few"
         yield f"{would}merged", f"{what}: 0 B lost, and fewer files to open (--no-merge leaves them)"
+    if report.unmerged_packs:
+        what = f"{human_bytes(report.unmerged_bytes)} in {report.unmerged_packs} small packs"
+        costs = f"--merge moves them once, in about {report.unmerged_packs * 5 // 2} requests"
+        yield "not merged", f"{what}: {costs}, and spares each new host {report.unmerged_packs}"
     if report.denied:
         yield "not allowed", f"{human_bytes(report.denied_bytes)} in {report.denied_packs} packs are still there"
     if report.copied_packs:

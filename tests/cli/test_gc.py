@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt.cli.retention import _rows
+from cas_ckpt.ops.gc.plan import GcReport
 from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, new_repository, numbers
 from tests.cli.running import call
@@ -51,6 +53,13 @@ def test_what_is_only_merged_is_not_said_to_be_deleted(tmp_path: Path) -> None:
         assert said["not needed"] == "0 B in 0 objects"
         assert said[f"{would}deleted"] == "0 B in 0 packs"
         assert "in 6 small packs into few: 0 B lost" in said[f"{would}merged"]
+
+
+def test_many_small_packs_that_stay_in_a_bucket_are_told_with_what_merging_them_costs() -> None:
+    said = dict(_rows(GcReport(3, dry_run=True, unmerged_packs=600, unmerged_bytes=301_422_581)))
+    assert said["not merged"].endswith(
+        "in 600 small packs: --merge moves them once, in about 1500 requests, and spares each new host 600"
+    )
 
 
 def test_by_default_a_deleted_branch_can_still_be_brought_back(place: Path) -> None:

@@ -150,7 +150,8 @@ class Collection:
             plan = self.choose(living, present)
             self._note(
                 generation=state.generation.number, dead_objects=garbage.num_objects, dead_bytes=garbage.stored_bytes,
-                young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
+                young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes, unmerged_packs=len(plan.unmerged),
+                unmerged_bytes=sum(pack.size_bytes for pack in plan.unmerged),
             )  # fmt: skip
             if self.dry_run:
                 return foreseen(self.report, plan, self.sweep_leftovers())

@@ -44,7 +44,7 @@ class GcOptions:
         max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
         max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
         many_small: Small packs of one kind are merged when there are so many of them; 0: never; None: `MANY_SMALL` on
-            a local disk, never in a bucket, where each request has its price.
+            a local disk, never in a bucket, where each request has its price (docs/decisions/016).
         shard: Only these packs go or are copied; others do the rest, at the same time if they like.
         whole_chunks: Also rewrite packs that hold parts of chunks, so that each chunk is in one extent.
     """
@@ -81,6 +81,7 @@ class GcPlan:
         merged: Those of them that are only small.
         young: Packs that hold waste and are spared this time.
         wasted_bytes: Waste that stays, in packs that are kept.
+        unmerged: Small packs of which there are many, and which stay as nobody said whether to merge them.
     """
 
     dead: tuple[PackChoice, ...]
@@ -88,6 +89,7 @@ class GcPlan:
     merged: tuple[PackChoice, ...]
     young: tuple[PackChoice, ...]
     wasted_bytes: int
+    unmerged: tuple[PackChoice, ...] = ()
 
 
 def choose_packs(
@@ -126,8 +128,9 @@ def choose_packs(
     parts = sorted(name for name in in_parts if name in sizes and name not in taken)
     copied += _affordable(parts, sizes, waste, budget)
     taken |= {pack.name for pack in copied}
-    many = options.many_small if options.many_small is not None else MANY_SMALL * local
-    merged = _small(sizes, taken, waste, many, pack_bytes, budget) if many else []
+    many = MANY_SMALL if options.many_small is None else options.many_small
+    small = _small(sizes, taken, waste, many, pack_bytes, budget) if many else []
+    merged, unmerged = (small, []) if local or options.many_small is not None else ([], small)
     copied += merged
     gone = {pack.name for pack in copied}
     return GcPlan(
@@ -137,6 +140,7 @@ def choose_packs(
         young=tuple(PackChoice(pack.name, pack.size_bytes) for pack in known if pack.name in young),
         wasted_bytes=sum(_waste(pack) for pack in known if pack.name in young)
         + sum(size for name, size in waste.items() if name not in gone),
+        unmerged=tuple(unmerged),
     )
 
 
@@ -223,6 +227,7 @@ class GcReport(Brief):
         copied_packs, copied_bytes: How many of those held something needed, and what was written for it.
         merged_packs, merged_bytes: Of those that held something needed, the packs that were only small, and merged.
         rewritten_packs, rewritten_bytes: The others, which held waste.
+        unmerged_packs, unmerged_bytes: Small packs that stay, in a bucket, as nobody said whether to merge them.
         rescued_packs: Condemned packs that were needed after all.
         young_packs: Packs that were spared because somebody may be about to publish what needs them.
         wasted_bytes: Bytes that nothing needs and that stay for now.
@@ -248,6 +253,8 @@ class GcReport(Brief):
     merged_bytes: int = 0
     rewritten_packs: int = 0
     rewritten_bytes: int = 0
+    unmerged_packs: int = 0
+    unmerged_bytes: int = 0
     rescued_packs: int = 0
     young_packs: int = 0
     wasted_bytes: int = 0

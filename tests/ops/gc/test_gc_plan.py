@@ -118,6 +118,10 @@ def test_whatever_is_chosen_is_chosen_once_and_within_the_budget(
 def test_in_a_bucket_small_packs_are_merged_only_if_that_is_asked_for() -> None:
     small = [pack(f"s{n}", size=1000) for n in range(64)]
     assert len(choose(*small).merged) == 64
-    assert not choose(*small, local=False).copied
-    assert not choose(*small, many_small=0).copied
-    assert len(choose(*small, local=False, many_small=64).merged) == 64
+    left = choose(*small, local=False)
+    assert not left.copied and len(left.unmerged) == 64  # gc says what merging them would cost
+    assert not choose(*small[1:], local=False).unmerged
+    for decided in (choose(*small, many_small=0), choose(*small, local=False, many_small=0)):
+        assert not decided.copied and not decided.unmerged
+    asked = choose(*small, local=False, many_small=64)
+    assert len(asked.merged) == 64 and not asked.unmerged
