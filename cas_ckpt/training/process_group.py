@@ -27,8 +27,7 @@ import hashlib
 import struct
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -77,6 +76,13 @@ class Call:
         return f"{self.op.name.lower()}({root}), call {self.number} of this group"
 
 
+@dataclass(slots=True)
+class _Taken:
+    """A call or a `begin` that is under way; `is_over` is set in one step, which no Ctrl-C divides."""
+
+    is_over: bool = False
+
+
 _HEADER = struct.Struct("<4q")
 """As it is sent: operation, root, number of the call, bytes of the message."""
 
@@ -118,7 +124,8 @@ class GroupPeers:
         self._timeout_s = timeout_s
         self._num_calls = 0
         self._num_works = 0
-        self._in_call = threading.Lock()
+        self._taking = threading.Lock()
+        self._taken: _Taken | None = None
         self._broken: Blame | None = None
         self.has_lost_ranks = False
         digest = hashlib.sha256(repr(members).encode()).hexdigest()
@@ -146,9 +153,10 @@ class GroupPeers:
         if self.has_lost_ranks or (self._broken is None and not self._reports.has_stopped()):
             self._reports.work = self._num_works
             return
-        if not self._in_call.acquire(blocking=False):
-            return  # another thread's work is under way: this one will be refused
+        taken = _Taken()
         try:
+            if not self._take(taken):
+                return  # another thread's work is under way: this one will be refused
             stopped = self._reports.stopped(self._others())
             absent = self._reports.absent_from(self._num_works, stopped)
             if absent:  # such as those who have begun this very work: they would not come to connect anew for it
@@ -164,7 +172,7 @@ class GroupPeers:
             self._broken = Blame(str(error), error.ranks)
             raise
         finally:
-            self._in_call.release()
+            taken.is_over = True
 
     # ------------------------------------------------------------ the calls
 
@@ -194,17 +202,21 @@ class GroupPeers:
 
     def fail(self, error: BaseException) -> None:
         """See `Peers.fail`."""
-        if isinstance(error, PeerError) or self._broken is not None or not self._in_call.acquire(blocking=False):
-            # Known to all; too late; or another thread's work is under way and is not the one that failed.
-            return
-        text = blame.error_text(error)
+        if isinstance(error, PeerError) or self._broken is not None:
+            return  # known to all; too late
+        text, taken = blame.error_text(error), _Taken()
         try:
+            if not self._take(taken):
+                return  # another thread's work is under way and is not the one that failed
             self._report(text.encode(errors="replace")[:MAX_TEXT_BYTES])
         except ConnectionsLost as lost:
             self._reports.post(fault=f"failed: {text}")
             self._break(self._blame_for(lost, "fail"))
+        except BaseException as other:
+            self._put_out_of_step(taken, "fail", other)
+            raise
         finally:
-            self._in_call.release()
+            taken.is_over = True
 
     def close(self) -> None:
         """See `Peers.close`."""
@@ -226,13 +238,25 @@ class GroupPeers:
     def _collect(self, op: Op, outgoing: Mapping[int, Buffer], *, root: int = 0) -> dict[int, Buffer]:
         """Make one call together; what the others sent, by rank."""
         lengths = {peer: memoryview(message).nbytes for peer, message in outgoing.items()}
-        call = Call(op, root, self._num_calls)
-        with self._turn(call):
+        call, taken = Call(op, root, self._num_calls), _Taken()
+        try:
+            if not self._take(taken):
+                raise blame.overlapping(self.rank, str(call))
+            self._check_whole()
             deadline_s = clock.monotonic_s() + self._timeout_s
             headers = self._agree(call, lengths, deadline_s)
             incoming = {peer: num_bytes for peer, (_, num_bytes) in headers.items() if peer != self.rank}
             found: dict[int, Buffer] = dict(self._connections.swap(outgoing, incoming, deadline_s=deadline_s))
             return found
+        except PeerError:
+            raise
+        except ConnectionsLost as lost:
+            raise self._break(self._blame_for(lost, str(call))).error() from lost
+        except BaseException as error:
+            self._put_out_of_step(taken, str(call), error)
+            raise
+        finally:
+            taken.is_over = True
 
     def _agree(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, tuple[Call, int]]:
         """By rank: the call, and how many bytes follow for this rank; once it is clear that all make the same call."""
@@ -267,31 +291,30 @@ class GroupPeers:
 
     # ------------------------------------------------------------ when they do not
 
-    @contextmanager
-    def _turn(self, call: Call) -> Iterator[None]:
-        """One call at a time; whatever puts this rank out of step with the others breaks the group."""
-        if not self._in_call.acquire(blocking=False):
-            raise blame.overlapping(self.rank, str(call))
-        try:
-            if self._broken is not None:
-                advice = (
-                    "The ranks that are left need a new process group, and a repository opened with it (with "
-                    "torch.distributed.checkpoint: cas_ckpt.dcp.close_groups(), then writers over the new group)"
-                    if self.has_lost_ranks
-                    else "The next commit or checkout connects the ranks anew"
-                )
-                raise PeerError(f"this group of ranks is broken: {self._broken.message}. {advice}", self._broken.ranks)
-            yield
-        except PeerError:
-            raise
-        except ConnectionsLost as lost:
-            raise self._break(self._blame_for(lost, str(call))).error() from lost
-        except BaseException as error:
+    def _take(self, call: _Taken) -> bool:
+        """Whether the call may go on: one at a time, until whoever took it says that it is over, also on a Ctrl-C."""
+        with self._taking:
+            if self._taken is not None and not self._taken.is_over:
+                return False
+            self._taken = call
+            return True
+
+    def _check_whole(self) -> None:
+        """Raise `PeerError` if this group is broken."""
+        if self._broken is not None:
+            advice = (
+                "The ranks that are left need a new process group, and a repository opened with it (with "
+                "torch.distributed.checkpoint: cas_ckpt.dcp.close_groups(), then writers over the new group)"
+                if self.has_lost_ranks
+                else "The next commit or checkout connects the ranks anew"
+            )
+            raise PeerError(f"this group of ranks is broken: {self._broken.message}. {advice}", self._broken.ranks)
+
+    def _put_out_of_step(self, taken: _Taken, call: str, error: BaseException) -> None:
+        """Break the group if the call that ends by `error` had begun: this rank is out of step with the others."""
+        if self._taken is taken:
             self._reports.post(fault=f"failed: {blame.error_text(error)}")
             self._break(Blame(f"rank {self.rank} failed within {call}: {blame.error_text(error)}", (self.rank,)))
-            raise
-        finally:
-            self._in_call.release()
 
     def _break(self, why: Blame) -> Blame:
         self._broken = why

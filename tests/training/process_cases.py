@@ -73,8 +73,8 @@ def overlapping_calls(peers: Peers) -> None:
 
 def refusal_of(peers: Peers) -> str:
     """Of a call that sends nothing as it makes no sense, unless the group is busy."""
-    lock = peers._in_call  # type: ignore[attr-defined]
-    if not lock.locked():
+    taken = peers._taken  # type: ignore[attr-defined]
+    if taken is None or taken.is_over:
         return ""
     try:
         peers.broadcast(b"")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import signal
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from cas_ckpt.clock import monotonic_s
 from cas_ckpt.training.connections import Connections, ConnectionsLost
+from cas_ckpt.training.process_group import GroupPeers
+from tests.interrupts import interrupted, places_in, told
 from tests.ranks import results, run_processes
+from tests.repository.test_signals import handled
 from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, name_of
 
 pytestmark = pytest.mark.slow
@@ -156,3 +161,27 @@ def test_a_rank_that_died_unnoticed_is_named_at_once_when_the_next_work_begins()
 def test_without_a_process_group_a_process_is_a_world_of_its_own() -> None:
     outcomes = run_processes(1, f"{CASES}:is_alone", default_backend=None)
     assert results(outcomes) == ["GroupPeers needs torch.distributed: call init_process_group first"]
+
+
+def test_a_ctrl_c_in_a_call_leaves_no_call_under_way(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        peers = GroupPeers()
+
+        def work() -> None:
+            peers.begin()
+            peers.gather_all(b"x")
+            peers.fail(ValueError())
+
+        work()
+        places = places_in(work, of=lambda path: path.endswith(("contextlib.py", "training/process_group.py")))
+        assert len(places) > 20
+        with handled(signal.default_int_handler):
+            for place in places:
+                with pytest.raises(KeyboardInterrupt) as kept:  # with its traceback, and what that refers to
+                    interrupted(work, place)
+                peers.begin()
+                assert peers.gather_all(b"y") == [b"y"], (told(place), kept)
+        peers.close()
+    finally:
+        dist.destroy_process_group()
