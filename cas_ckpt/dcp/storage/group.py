@@ -16,20 +16,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.refs import Head
-from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.errors import ConflictError, InvalidInputError, out_of_memory
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.training.process_group import GroupPeers
 from cas_ckpt.training.torch_internals import ASYNC_SAVE, INNER_SAVE, callers, calling
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _BUSY = (
     "another save to this branch, or over this process group, is not finished: wait for its future first "
@@ -319,6 +322,19 @@ def close_groups() -> None:
     with _making:
         while _groups:
             _groups.popitem()[1].peers.close()
+
+
+def telling_memory(hook: Callable[P, T]) -> Callable[P, T]:
+    """A hook that DCP calls, which raises a `MemoryError` in it as `TooLargeError`, as the verbs of a Repository."""
+
+    @wraps(hook)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return hook(*args, **kwargs)
+        except MemoryError as error:
+            raise out_of_memory(error) from error
+
+    return called
 
 
 class RepositoryPlace:

@@ -51,11 +51,11 @@ from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
-from cas_ckpt.dcp.storage.group import RepositoryPlace
+from cas_ckpt.dcp.storage.group import RepositoryPlace, telling_memory
 from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, module_states, state_given, stored_object
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry
-from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError, out_of_memory
 from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.layouts import LayoutObject
@@ -279,6 +279,7 @@ class CasStorageReader(StorageReader):
         """Id of the commit that was loaded last, or None."""
         return None if self._catalog is None else self._catalog.commit
 
+    @telling_memory
     def read_metadata(self) -> Metadata:
         """What the commit holds. (No `kwargs`: there is no metadata of single ranks to fall back to.)
 
@@ -296,7 +297,8 @@ class CasStorageReader(StorageReader):
         except Exception as error:
             if calling(frame, INNER_LOAD) is None:
                 raise
-            self._refused = error  # DCP would drop it, and fail for want of metadata
+            # DCP would drop it, and fail for want of metadata.
+            self._refused = out_of_memory(error) if isinstance(error, MemoryError) else error
             return Metadata({})
         return self._catalog.metadata(self._place.url)
 
@@ -319,6 +321,7 @@ class CasStorageReader(StorageReader):
         """The plans, all for the coordinator's commit."""
         return [replace(plan, storage_data=_Common(self.commit, len(plans))) for plan in plans]
 
+    @telling_memory
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Bring everything that the plan wants into place.
 
