@@ -43,8 +43,12 @@ _UNIQUE_VIOLATION = "23505"
 _PLANNER = {"random_page_cost": "1.1"}
 """Else the server reads a whole table of a million rows for ten thousand keys, as if that were on a turning disk."""
 
-_KEEP_ALIVE = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
-"""Seconds, and milliseconds: a server that is gone without a word is noticed in a minute, not after hours."""
+_TIMES = {
+    "connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}  # fmt: skip
+"""Seconds, and milliseconds at the end. One that answers nothing is given up before a Ctrl-C, which waits for it, is
+said twice; a server that is gone without a word is noticed in a minute, not after hours."""
 
 _PREFIX = "cas_ckpt_"
 _MAX_NAME_BYTES = 63
@@ -161,7 +165,7 @@ def open_engine(url: URL, schema: str) -> Engine:
         InvalidInputError: there is no driver.
     """
     own: dict[str, Any] = {"poolclass": StaticPool} if schema == TEMPORARY else {"pool_use_lifo": True}
-    kept = {name: value for name, value in _KEEP_ALIVE.items() if name not in url.query}
+    kept = {name: value for name, value in _TIMES.items() if name not in url.query}
     options = {"prepare_threshold": None, "fallback_application_name": "cas_ckpt", **kept}
     try:
         return create_engine(url, connect_args=options, **own)

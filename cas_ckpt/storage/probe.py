@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cas_ckpt.errors import ConflictError, StorageError
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, few_keys
 
 PROBE_PREFIX = "probe-"
 """How the key of a probe begins; it has one part, so that no folder is left where keys are paths."""
@@ -35,6 +35,12 @@ _PROBE = re.compile(rf"{PROBE_PREFIX}[0-9a-f]{{{2 * _NAME_BYTES}}}")
 def is_probe(key: str) -> bool:
     """Whether a probe has such a key: one that was killed leaves it."""
     return _PROBE.fullmatch(key) is not None
+
+
+def sweep_probes(store: Store) -> None:
+    """Delete what probes left that were killed; nobody may be probing, as nobody does once there is a repository."""
+    for key in filter(is_probe, few_keys(store, PROBE_PREFIX)):
+        store.delete(key)
 
 
 @dataclass(frozen=True, slots=True)

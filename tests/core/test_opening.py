@@ -128,6 +128,12 @@ def test_open_makes_what_another_was_making_when_it_was_killed(tmp_path: Path, i
         except CkptError as error:
             refused[number] = str(error)
     assert not refused
+    left = {probe.parent for probe in tmp_path.glob("*/probe-*")}
+    assert left
+    for place in left:
+        with Repository.open(place) as repo:
+            repo.gc()
+    assert not list(tmp_path.glob("*/probe-*"))
     with Repository.open(tmp_path / numbers[20], create=True) as repo:
         repo.commit({"x": 1})
         assert repo.fsck().ok

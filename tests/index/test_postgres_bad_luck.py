@@ -6,6 +6,7 @@ Everything is real: sessions are ended, a server is killed, a copy of it stands 
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -24,10 +25,11 @@ from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
     PermissionDeniedError,
+    StorageError,
     TransientStorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents
+from cas_ckpt.index import contents, postgres
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
 from cas_ckpt.index.rows import REVISIONS
@@ -40,6 +42,7 @@ from tests.builders import commit, leave_garbage, numbers, stored_arrays
 from tests.index.building import STORE, data_pack
 from tests.index.conftest import Server, running_server
 from tests.index.manifest_rows import make_older
+from tests.listener import Listener
 from tests.processes import Forked
 
 pytestmark = pytest.mark.slow
@@ -385,3 +388,16 @@ def test_a_standby_answers_readers_and_says_to_writers_what_it_is(path: Path, se
         with suppress(subprocess.CalledProcessError):
             server.run("pg_ctl", "-w", "-D", str(standby), "-m", "immediate", "stop")
         shutil.rmtree(standby, ignore_errors=True)
+
+
+def test_a_server_that_takes_the_connection_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(postgres._TIMES, "connect_timeout", 2)  # seconds; the driver takes no less
+
+    def listens(connection: socket.socket) -> None:
+        while connection.recv(1 << 16):
+            pass
+
+    with Listener(listens) as silent:
+        url = silent.endpoint.replace("http://", "postgresql+psycopg://ann@")
+        with pytest.raises(StorageError, match="timeout"):
+            Index.open(f"{url}/ckpt", store_id=STORE)

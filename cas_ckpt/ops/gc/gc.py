@@ -58,6 +58,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen, rewritten
 from cas_ckpt.ops.gc.repack import Repacker
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.probe import sweep_probes
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
 from cas_ckpt.transfer.workers import map_all
 
@@ -492,10 +493,12 @@ class Collection:
     # --- afterwards -----------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Merge records of forgotten commits; drop announcements of dead sessions, and what writers left unfinished."""
+        """Merge records of forgotten commits; drop announcements of dead sessions, and what the killed left behind."""
         merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
         sweep_released(self.handle.store, known=self._commits_there, led_to=self._commits_led_to)
         sweep_sessions(self.handle.store)
+        if self.handle.store.abilities.local:  # elsewhere each look is a request
+            sweep_probes(self.handle.store)
         leftovers = self.sweep_leftovers()
         self._note(temporaries=leftovers.num_files, temporary_bytes=leftovers.num_bytes)
 
