@@ -97,9 +97,14 @@ class _TimedConnection:
 
 
 def timed(pools: Mapping[str, Any]) -> dict[str, Any]:
-    """The same classes of pools of connections (those of urllib3), whose requests and answers are timed."""
-    made = {}
+    """The same classes of pools of connections (those of urllib3), whose requests and answers are timed.
+
+    Those that are timed already stay: one adapter may be reached by several ways.
+    """
+    made = dict(pools)
     for scheme, pool in pools.items():
+        if issubclass(pool.ConnectionCls, _TimedConnection):
+            continue
         connection = type(pool.ConnectionCls.__name__, (_TimedConnection, pool.ConnectionCls), {})
         made[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
     return made
