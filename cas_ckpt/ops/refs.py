@@ -319,7 +319,7 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     ref = handle.refs.get(kind, old)
     if ref.target is None:
         raise NotFoundError(f"there is no {kind.label} {old!r}")
-    if handle.refs.seen([kind], new):
+    if handle.refs.seen([kind], check_new_name(new)):
         raise ConflictError(f"there is a {kind.label} {new!r} already: choose another name")
     check_meaning(handle, kind, new)
     move = new_move(None, ref.target, f"renamed from {old}", default_author())
