@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,13 @@ class RepositoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.branches) > 1)
     @rule(which=st.booleans(), name=BRANCHES)
     def delete_branch(self, which: bool, name: str) -> None:
-        self.delete(self.open[which].delete_branch, self.branches, name, fixed="main")
+        if name in self.branches and name != "main":
+            others = [head for refs in (self.branches, self.tags) for at, head in refs.items() if at != name]
+            led_to = {made.id for head in others for made in self.history(head)}
+            if self.branches[name] not in led_to:
+                with pytest.raises(ConflictError, match="alone leads to"):
+                    self.open[which].delete_branch(name)
+        self.delete(partial(self.open[which].delete_branch, force=True), self.branches, name, fixed="main")
 
     @precondition(lambda self: self.tags)
     @rule(which=st.booleans(), name=TAGS)
