@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -211,6 +211,7 @@ class _Work:
 
     peers: Peers
     reported: bool = False
+    is_over: bool = False
 
 
 _UNDER_WAY: ContextVar[tuple[_Work, ...]] = ContextVar("common work", default=())
@@ -223,7 +224,7 @@ def collective_errors(peers: Peers) -> Iterator[None]:
     A `PeerError` is not passed on: a rank that raises one by its own decision does so on all ranks.
     """
     for under_way in _UNDER_WAY.get():
-        if under_way.peers is peers:
+        if under_way.peers is peers and not under_way.is_over:
             yield
             return
     work = _Work(peers)
@@ -238,7 +239,9 @@ def collective_errors(peers: Peers) -> Iterator[None]:
             peers.fail(error)
         raise
     finally:
-        _UNDER_WAY.reset(before)
+        work.is_over = True
+        with suppress(ValueError):  # a Ctrl-C in contextlib left it to Python's collector, which another thread ran
+            _UNDER_WAY.reset(before)
 
 
 def report_instead(peers: Peers, error: BaseException) -> None:

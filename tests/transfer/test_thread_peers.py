@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cas_ckpt.errors import InvalidInputError, PeerError
-from cas_ckpt.transfer.peers import Peers, SoloPeers
+from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
 from tests.thread_peers import run_ranks, thread_world
 from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, Check, answers, name_of
 
@@ -27,6 +27,26 @@ def test_threads_keep_the_contract(size: int, check: Check) -> None:
 @pytest.mark.parametrize("check", FAILURE_CHECKS, ids=name_of)
 def test_threads_keep_the_contract_when_a_rank_fails(size: int, check: Check) -> None:
     run_ranks(size, check, timeout_s=30)
+
+
+class _Counting(SoloPeers):
+    num_begun = 0
+
+    def begin(self) -> None:
+        self.num_begun += 1
+
+
+def test_work_that_a_ctrl_c_broke_off_in_contextlib_is_over_once_any_thread_has_collected_it() -> None:
+    peers = _Counting()
+    left = [collective_errors(peers)]  # contextlib's own object, of which the with statement did not come to know
+    left[0].__enter__()
+    with collective_errors(peers):  # is within that one
+        assert peers.num_begun == 1
+    collector = threading.Thread(target=left.clear)
+    collector.start()
+    collector.join()
+    with collective_errors(peers):
+        assert peers.num_begun == 2
 
 
 def test_results_come_by_rank() -> None:
