@@ -15,7 +15,6 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import NoReturn, ParamSpec, TypeVar
 from unittest import SkipTest
 
@@ -37,10 +36,11 @@ class StoreCase:
         """Another handle on the values of `store`, as another process would have."""
         return store
 
-    @cached_property
+    @property
     def prefix(self) -> str:
         """Where this check keeps its keys; nobody else's are there."""
-        return f"conformance/{secrets.token_hex(8)}/"
+        # Several threads may be the first to ask, and `cached_property` has no lock since Python 3.12.
+        return str(self.__dict__.setdefault("_prefix", f"conformance/{secrets.token_hex(8)}/"))
 
     def key(self, name: str = "value") -> str:
         """A key of this check."""

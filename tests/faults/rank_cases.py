@@ -115,6 +115,7 @@ def opcodes(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether any frame wants them when it is told to trace
     sys.settrace(trace)
     try:
         work()
