@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["check"], "there is no verb 'check': see cas-ckpt fsck"),
         (["prune"], "there is no verb 'prune': see cas-ckpt forget, and cas-ckpt gc"),
         (["snapshots"], "there is no verb 'snapshots': see cas-ckpt log"),
-        (["log", "--onelin"], "No such option '--onelin'"),
+        (["log", "--onelin"], "--oneline"),
         (["log", "mian"], "(did you mean 'main'?)"),
         (["show", "ft-maths"], "(did you mean 'ft-math'?)"),
         (["unique", "ft-maths"], "(did you mean 'ft-math'?)"),

@@ -169,7 +169,11 @@ def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         raise refusal(path, "masked tensor", "store its get_data() and get_mask()")
     if tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
         raise refusal(path, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
-    return tensor.as_subclass(torch.Tensor)
+    try:
+        return tensor.as_subclass(torch.Tensor)
+    except RuntimeError as error:  # of torch 2.9: a FakeTensor
+        what = f"tensor subclass {name} whose storage was freed or never was"
+        raise refusal(path, what, "commit the tensor that it stands for") from error
 
 
 def refusal(path: Path, what: str, remedy: str) -> UnsupportedValueError:

@@ -76,9 +76,9 @@ def test_every_bit_pattern_is_the_number_that_torch_says(dtype: str) -> None:
     assert wide is not None
     with np.errstate(invalid="ignore"):  # signalling NaNs
         found = wide(codes.view(np.uint8))
-    kind = torch.complex128 if dtype.startswith("complex") else torch.float64
-    theirs = torch.from_numpy(codes.view(np.uint8).copy()).view(getattr(torch, dtype)).to(kind).numpy()
-    np.testing.assert_array_equal(found, theirs)
+        kind = torch.complex128 if dtype.startswith("complex") else torch.float64
+        theirs = torch.from_numpy(codes.view(np.uint8).copy()).view(getattr(torch, dtype)).to(kind).numpy()
+        np.testing.assert_array_equal(found, theirs)
     assert found.dtype in (np.float64, np.complex128)
 
 

@@ -65,6 +65,7 @@ def test_a_file_of_a_wrapped_module_is_the_state_of_the_live_one(repo: Repositor
     assert loaded._metadata == plain().state_dict()._metadata  # a BatchNorm1d is of version 2
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")  # of DCP itself, in torch 2.9
 def test_each_kind_of_file_is_named_alike(repo: Repository, tmp_path: Path) -> None:
     state = compiled(plain()).state_dict()
     root = repo.commit({"model": plain()}).root
