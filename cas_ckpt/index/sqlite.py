@@ -13,8 +13,8 @@ import shutil
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import cast
 from urllib.parse import quote
@@ -75,9 +75,19 @@ def connect(target: str) -> sqlite3.Connection:
     connection = sqlite3.connect(
         target, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
     )
-    for pragma in _PRAGMAS:
-        connection.execute("PRAGMA " + pragma)
+    with _closed_if_not_taken(connection):
+        for pragma in _PRAGMAS:
+            connection.execute("PRAGMA " + pragma)
     return connection
+
+
+@contextmanager
+def _closed_if_not_taken(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def begin_writing(connection: Connection, wait_s: float | None = None) -> None:
@@ -112,10 +122,11 @@ def writer(path: Path) -> sqlite3.Connection:
     """
     _make(path)
     connection = connect(f"file:{quote(os.fsencode(path))}?mode=rw")
-    if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # else it is ours, or was not made just now
-        refuse_foreign({name for (name,) in connection.execute(TABLES)}, str(path))
-    for pragma in _WRITER_PRAGMAS:
-        _in_turn(connection, "PRAGMA " + pragma)
+    with _closed_if_not_taken(connection):
+        if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # else it is ours, or not made just now
+            refuse_foreign({name for (name,) in connection.execute(TABLES)}, str(path))
+        for pragma in _WRITER_PRAGMAS:
+            _in_turn(connection, "PRAGMA " + pragma)
     return connection
 
 
@@ -190,7 +201,7 @@ def _copied(path: Path) -> sqlite3.Connection:
     """A copy of file and log in memory: where nothing can be written, SQLite reads no log."""
     memory = memory_connection()
     try:
-        with tempfile.TemporaryDirectory(prefix="cas-ckpt-index-") as folder:
+        with _closed_if_not_taken(memory), tempfile.TemporaryDirectory(prefix="cas-ckpt-index-") as folder:
             copy = Path(folder) / path.name
             for suffix in ("", "-wal"):
                 shutil.copyfile(path.with_name(path.name + suffix), copy.with_name(copy.name + suffix))
@@ -203,11 +214,8 @@ def _copied(path: Path) -> sqlite3.Connection:
 
 def _probed(uri: str) -> sqlite3.Connection:
     connection = connect(uri)
-    try:
+    with _closed_if_not_taken(connection):
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
-        connection.close()
-        raise
     return connection
 
 

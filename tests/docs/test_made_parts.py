@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from tests.docs import index_schema
@@ -11,6 +13,8 @@ from tests.docs.pages import DOCS, PARTS, with_part
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_what_the_code_makes_else_run_the_command_in_its_first_line(name: str) -> None:
+    if name == "verbs" and version("click").startswith("8.1."):
+        pytest.skip("click 8.1 writes what options take in another way")
     text = (DOCS / PARTS[name][0]).read_text()
     assert with_part(text, name) == text
 
