@@ -29,9 +29,9 @@ def _limited(path: Path) -> None:
     )
     refused = 0
     with alone():
-        for work in works:
-            work()
-        for room in (1, 2, 4):
+        little = CasStorageWriter(path, branch="little")  # what this frees would be room for what comes
+        dcp.save({"w": torch.arange(5000)}, storage_writer=little, no_dist=True)
+        for room in (-64, 1, 2, 4):  # less than is mapped, too: threads that end give some of it back
             for work in works:
                 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
                 resource.setrlimit(resource.RLIMIT_AS, (mapped + room * MIB, resource.RLIM_INFINITY))
@@ -51,7 +51,8 @@ def _limited(path: Path) -> None:
 
 def test_under_a_limit_of_the_address_space_every_failure_of_ours_in_dcp_is_one_of_ours(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo", group=None) as repo:
-        repo.commit({"w": torch.arange(5000)})
+        repo.commit({"w": torch.arange(2 * MIB), "b": b"x" * MIB})
+        repo.branch("little")
     with Forked(_limited, tmp_path / "repo", stdout=PIPE, stderr=PIPE) as process:
         out, err = process.communicate()
     assert out == "refused\n", err
