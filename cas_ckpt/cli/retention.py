@@ -304,6 +304,7 @@ def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
         yield f"{would}merged", f"{what}: 0 B lost, and fewer files to open (--no-merge leaves them)"
     if report.unmerged_packs:
         what = f"{human_bytes(report.unmerged_bytes)} in {report.unmerged_packs} small packs"
+        # Two and a half requests for each small pack: counted in docs/decisions/016-merging-in-a-bucket.md
         costs = f"--merge moves them once, in about {report.unmerged_packs * 5 // 2} requests"
         yield "not merged", f"{what}: {costs}, and spares each new host {report.unmerged_packs}"
     if report.denied:

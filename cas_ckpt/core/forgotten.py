@@ -112,33 +112,30 @@ def _records(store: Store) -> list[_Record]:
     Raises:
         CorruptionError: one is damaged.
     """
-    damaged: list[CorruptionError] = []
-    found = _readable_records(store, damaged)
-    for error in damaged:
-        raise error
+    found, damaged = _look(store)
+    if damaged:
+        raise damaged[0]
     return found
 
 
-def _readable_records(store: Store, damaged: list[CorruptionError] | None = None) -> list[_Record]:
-    """Those that are intact, between two listings that agree: merged ones vanish, and a listing is not of one moment.
+def _readable_records(store: Store) -> list[_Record]:
+    """Those that are intact; the log says which others there are."""
+    found, damaged = _look(store)
+    for error in damaged:
+        _LOGGER.warning("%s. It is passed by: what it names counts as not forgotten, and is kept; run fsck", error)
+    return found
 
-    Args:
-        damaged: Takes what the others are; None: the log does.
-    """
+
+def _look(store: Store) -> tuple[list[_Record], list[CorruptionError]]:
+    """The records, and what damaged ones are: between two listings that agree, as merged ones vanish meanwhile."""
     while True:
-        keys = _keys(store)
-        errors: list[CorruptionError] = []
+        keys, damaged = _keys(store), list[CorruptionError]()
         try:
-            found = list(_read(store, keys, errors))
+            found = list(_read(store, keys, damaged))
         except NotFoundError:
             continue
         if _keys(store) == keys:
-            break
-    if damaged is not None:
-        damaged += errors
-    for error in errors if damaged is None else ():
-        _LOGGER.warning("%s. It is passed by: what it names counts as not forgotten, and is kept; run fsck", error)
-    return found
+            return found, damaged
 
 
 def _read(store: Store, keys: Iterable[str], damaged: list[CorruptionError]) -> Iterator[_Record]:

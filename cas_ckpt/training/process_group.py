@@ -124,7 +124,7 @@ class GroupPeers:
         self._timeout_s = timeout_s
         self._num_calls = 0
         self._num_works = 0
-        self._taking = threading.Lock()
+        self._taking = threading.RLock()  # a signal handler may call from inside of it
         self._taken: _Taken | None = None
         self._broken: Blame | None = None
         self.has_lost_ranks = False

@@ -247,7 +247,7 @@ def collective_errors(peers: Peers) -> Iterator[None]:
 def report_instead(peers: Peers, error: BaseException) -> None:
     """Report `error` to the others now, in place of what is about to be raised inside `collective_errors`."""
     for work in _UNDER_WAY.get():
-        if work.peers is peers and not work.reported:
+        if work.peers is peers and not work.reported and not work.is_over:
             work.reported = True
             peers.fail(error)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, OutOfSpaceError, PermissionDeniedError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+)
 from cas_ckpt.index import candidates, contents, history, meta, sqlite, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
@@ -120,6 +129,20 @@ def test_a_missing_table_is_damage(tmp_path: Path) -> None:
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
         index.read(contents.locate, [digest("chunk 1")])
+
+
+def test_a_file_that_is_no_index_is_not_kept_open_by_the_error_that_says_so(tmp_path: Path) -> None:
+    for content in (b"nothing of use" * 500, None):
+        place = tmp_path / f"{content is None}.sqlite"
+        if content is None:
+            with closing(sqlite3.connect(place)) as raw:
+                raw.execute("CREATE TABLE somebodys (x)")
+        else:
+            place.write_bytes(content)
+        with pytest.raises((sqlite3.DatabaseError, ConflictError)) as kept:  # with its traceback
+            sqlite.writer(place)
+        opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        assert str(place) not in opened, kept
 
 
 def test_a_damaged_index_can_be_discarded_and_made_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cas_ckpt.errors import InvalidInputError, PeerError
-from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
+from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, report_instead
 from tests.thread_peers import run_ranks, thread_world
 from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, Check, answers, name_of
 
@@ -30,10 +30,13 @@ def test_threads_keep_the_contract_when_a_rank_fails(size: int, check: Check) ->
 
 
 class _Counting(SoloPeers):
-    num_begun = 0
+    num_begun = num_failed = 0
 
     def begin(self) -> None:
         self.num_begun += 1
+
+    def fail(self, error: BaseException) -> None:
+        self.num_failed += 1
 
 
 def test_work_that_a_ctrl_c_broke_off_in_contextlib_is_over_once_any_thread_has_collected_it() -> None:
@@ -45,8 +48,16 @@ def test_work_that_a_ctrl_c_broke_off_in_contextlib_is_over_once_any_thread_has_
     collector = threading.Thread(target=left.clear)
     collector.start()
     collector.join()
-    with collective_errors(peers):
-        assert peers.num_begun == 2
+
+    def failing() -> None:
+        with collective_errors(peers):
+            assert peers.num_begun == 2
+            report_instead(peers, ValueError())
+            raise ValueError("told")
+
+    with pytest.raises(ValueError, match="told"):
+        failing()
+    assert peers.num_failed == 2  # once of that one, as it was collected
 
 
 def test_results_come_by_rank() -> None:

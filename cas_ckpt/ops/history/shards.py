@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import layout_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
@@ -23,8 +24,8 @@ from cas_ckpt.index.entries import StoredLeaf
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.texts import storable
 from cas_ckpt.layout.regions import HeldRegion, held_regions, whole_region
-from cas_ckpt.objects.digest import Digest, ObjectKind, short
-from cas_ckpt.objects.layouts import Division, Holders, decode_layout, holders_of, is_nameable
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.layouts import Division, Holders, holders_of, is_nameable
 from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.rank_runs import RankSet
@@ -89,11 +90,9 @@ def shards_of(
 
 
 def _holders(handle: RepositoryHandle, row: CommitRow) -> Holders:
-    if row.layout is None:
-        raise NotFoundError(f"commit {short(row.digest)} names no layout: restore it from a copy")
     complete_index(handle)
-    found = handle.index.read(layouts.read_holders, row.layout)  # none of one that could not be read when it came
-    return found or holders_of(decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout))))
+    found = None if row.layout is None else handle.index.read(layouts.read_holders, row.layout)
+    return found or holders_of(layout_of(handle, row))  # of one that could not be read when it came
 
 
 _Held: TypeAlias = list[tuple[RankSet, tuple[int, ...], tuple[int, ...], int, int, RankSet, int | None]]

@@ -12,7 +12,7 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import Brief, CommitInfo, commit_row, info_from_row
+from cas_ckpt.core.records import Brief, CommitInfo, commit_row, info_from_row, layout_of
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.states import ask, known_root
@@ -20,7 +20,7 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import entries, restores
 from cas_ckpt.index.rows import CommitRow, ListedEntry
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.layouts import LayoutObject, decode_layout
+from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import mesh_text
@@ -146,10 +146,8 @@ def _state(
     handle: RepositoryHandle, row: CommitRow, *, forgotten: bool
 ) -> tuple[LayoutObject | None, tuple[Part, ...]]:
     """Layout and parts of a commit; of a forgotten one whose data is gone, nothing."""
-    if row.layout is None:
-        raise NotFoundError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
     try:
-        layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
+        layout = layout_of(handle, row)
         sums = ask(handle, entries.summary, Digest(row.root))
         return layout, tuple(Part(name, *each) for name, each in sums)
     except NotFoundError:

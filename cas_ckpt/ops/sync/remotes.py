@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -26,7 +27,7 @@ from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import REFS, Ref, RefKind, check_name, check_new_name
 from cas_ckpt.core.revisions import split_name
 from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url, read_settings, stored_url
-from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
+from cas_ckpt.errors import ConflictError, InvalidInputError, PermissionDeniedError, shown_value
 from cas_ckpt.index import liveness
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.bundle_file import BundleStore
@@ -204,7 +205,8 @@ def recognise(handle: RepositoryHandle, other: RepositoryHandle, remote: Remote,
         same = [one for one in held.remotes if (one.name, one.url) == (remote.name, remote.url)]
         return held.with_remote(replace(same[0], repository=found, moved=False)) if same else held
 
-    change_settings(handle.store, note)
+    with suppress(PermissionDeniedError):  # of somebody who may push and fetch here, and change no settings
+        change_settings(handle.store, note)
 
 
 def _forget_untrue(handle: RepositoryHandle, other: RepositoryHandle, name: str) -> None:

@@ -16,15 +16,19 @@ import pytest
 import torch
 
 from cas_ckpt import Policy, Repository, clock
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.push_failures import MAX_REASON, TIERS_KEY, note_push, read_push_failures
 from cas_ckpt.errors import (
     ConflictError,
     InvalidInputError,
     NoRepositoryError,
     NotFoundError,
+    PermissionDeniedError,
     StorageError,
     TransientStorageError,
 )
+from cas_ckpt.storage.url import open_store
+from cas_ckpt.testing import Fault, FaultPlan, FaultyStore
 from tests.builders import commit, weights
 from tests.cli.running import call, ok
 from tests.processes import ROOT
@@ -462,6 +466,19 @@ def test_a_tier_that_was_moved_and_one_that_was_renamed_is_the_same(tmp_path: Pa
     here.create_bundle(tmp_path / "all.bundle", "main")
     here.fetch("usb")  # a bundle is made anew each time
     assert here.remote_branches()["usb/main"] == here.resolve("main")
+
+
+def test_who_may_not_write_the_settings_pushes_and_fetches_all_the_same(tmp_path: Path) -> None:
+    here, _ = opened(tmp_path)
+    commit(here._handle, {"w": weights(1)})
+    here.close()
+    denied = FaultPlan(1, Fault.FAIL, frozenset({"compare_and_swap"}), error=PermissionDeniedError)
+    for verb in (Repository.push, Repository.fetch):
+        store = FaultyStore(open_store(tmp_path / "here"), denied)  # the settings are what is swapped first
+        with Repository(RepositoryHandle.on_store(store, index_url=":memory:"), group=None) as again:
+            verb(again)
+            assert [one.repository for one in again.remotes()] == [""]
+            assert again.remote_branches() == {"origin/main": again.resolve("main")}
 
 
 @pytest.mark.parametrize("lose", [_lose_packs, _replace, _collect, _take_away])
