@@ -27,7 +27,8 @@ import numpy as np
 from benchmarks.harness import machine
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.objects.digest import LEAF_BYTES, leaf_digests
+from cas_ckpt.native import leaf_digests
+from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree

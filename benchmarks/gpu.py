@@ -25,7 +25,8 @@ import torch
 
 from benchmarks.harness.page import machine_and_load
 from cas_ckpt import Repository
-from cas_ckpt.objects.digest import DIGEST_BYTES, chunk_id, leaf_digests
+from cas_ckpt.native import leaf_digests
+from cas_ckpt.objects.digest import DIGEST_BYTES, chunk_id
 from cas_ckpt.objects.spec import grid_for
 from cas_ckpt.training.capture.tensors import CopiedTensor, spec_of
 from cas_ckpt.training.device import trust
@@ -105,7 +106,7 @@ def compare(hasher: Hasher, tensor: torch.Tensor, request: CellRequest) -> None:
     for found in hasher.hash([few]):
         for (_, at), digests in zip(found.places, found.digests, strict=True):
             cell = CopiedTensor(tensor).read(request.grid.box(few.numbers[at])).tobytes()
-            if digests != b"".join(leaf_digests(memoryview(cell), request.grid.leaf_bytes)):
+            if digests != leaf_digests(memoryview(cell), request.grid.leaf_bytes):
                 raise SystemExit(f"cell {few.numbers[at]} of {tensor.shape}: wrong digests")
 
 
@@ -250,7 +251,7 @@ def host_half(num_bytes: int) -> list[str]:
         for found in hashed:
             for (request, at), digests in zip(found.places, found.digests, strict=True):
                 grid = requests[request].grid
-                chunk_id(grid.cell_elements(requests[request].numbers[at]) * 4, (digests,))
+                chunk_id(grid.cell_elements(requests[request].numbers[at]) * 4, digests)
 
     hashed = hasher.hash(requests)
     times: dict[str, list[float]] = {"grids and requests": [], "tables, and digests by cell": [], "ids of chunks": []}

@@ -299,7 +299,7 @@ def _fake_step(
         name = f"layers.{tensor}.attention.weight"
         entries[tensor] = TensorEntry(name, spec, Flavor.TORCH, nodes[-1].digest, None)
         for chunk in chunks:
-            data.add_chunk(EncodedChunk(chunk, 65_536, 65_536, [chunk], Encoding.ZERO, b""))
+            data.add_chunk(EncodedChunk(chunk, 65_536, 65_536, chunk, Encoding.ZERO, b""))
     data.finish()
     nodes += tree_nodes("dict", None, list(entries.values()))
     nodes += tree_nodes("dict", None, [ContainerEntry("model", nodes[-1].digest)])

@@ -85,7 +85,7 @@ def make_packs(place: Path, num_chunks: int) -> None:
             nodes += tensor_nodes(spec, grid, chunks)
             entries.append(TensorEntry(f"layers.{tensor}", spec, Flavor.TORCH, nodes[-1].digest, None))
             for chunk in chunks:
-                writer.add_chunk(EncodedChunk(chunk, 65_536, 65_536, [chunk], Encoding.ZERO, b""))
+                writer.add_chunk(EncodedChunk(chunk, 65_536, 65_536, chunk, Encoding.ZERO, b""))
                 held += 1
                 if held == PER_PACK:
                     writer.finish()

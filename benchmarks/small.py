@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.harness.page import heading, run
 from cas_ckpt import Repository
-from cas_ckpt.objects.digest import LEAF_BYTES, leaf_digests
+from cas_ckpt.native import leaf_digests
+from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.storage.file import FileStore
 
 MIB = 1 << 20

@@ -12,13 +12,12 @@ Knows nothing of tensors, files or SQL, nor of what the objects mean.
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NewType, cast
+from typing import Any, NewType
 
 import msgpack
 from blake3 import blake3
@@ -46,26 +45,9 @@ def leaf_digest(data: Buffer) -> Digest:
     return Digest(blake3(data).digest())
 
 
-def leaf_digests(data: memoryview, leaf_bytes: int) -> list[Digest]:
-    """Digests of the consecutive leaves of `data`; the last leaf may be shorter."""
-    return digests_of([data[start : start + leaf_bytes] for start in range(0, len(data), leaf_bytes)])
-
-
-def digests_of(leaves: Iterable[memoryview]) -> list[Digest]:
-    """The digest of each leaf.
-
-    The hot loop of the project: one call of BLAKE3 per leaf, the GIL released inside it. Between the calls it runs in
-    C: the longer a thread has the lock, the more often another one that hashes finds it taken, and sleeps.
-    """
-    return cast("list[Digest]", list(map(blake3.digest, map(blake3, leaves))))
-
-
-def chunk_id(num_bytes: int, digests: Iterable[bytes]) -> Digest:
-    """The id of a chunk, from its length in bytes and its leaf digests in order."""
-    hasher = blake3(derive_key_context=_CHUNK_CONTEXT)
-    hasher.update(struct.pack("<Q", num_bytes))
-    hasher.update(b"".join(digests))
-    return Digest(hasher.digest())
+def chunk_id(num_bytes: int, digests: bytes) -> Digest:
+    """The id of a chunk, from its length in bytes and its leaf digests in order, joined."""
+    return Digest(blake3(num_bytes.to_bytes(8, "little") + digests, derive_key_context=_CHUNK_CONTEXT).digest())
 
 
 def object_id(kind: str, data: Buffer) -> Digest:

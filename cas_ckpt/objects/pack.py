@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -202,8 +202,8 @@ def decode_header(data: Buffer) -> tuple[bytes, PackKind]:
     return name, _kind(PackKind, kind, "pack")
 
 
-def encode_entry_header(info: ExtentInfo, digests: Sequence[bytes]) -> bytes:
-    """The header of an entry; `digests` are all leaf digests of the chunk (none for nodes)."""
+def encode_entry_header(info: ExtentInfo, digests: bytes) -> bytes:
+    """The header of an entry; `digests` are all leaf digests of the chunk, joined (none for nodes)."""
     fixed = _ENTRY.pack(
         ENTRY_MAGIC,
         info.kind,
@@ -217,7 +217,7 @@ def encode_entry_header(info: ExtentInfo, digests: Sequence[bytes]) -> bytes:
         info.digest,
         info.base or _NO_BASE,
     )
-    return _sealed(fixed + b"".join(digests))
+    return _sealed(fixed + digests)
 
 
 def claimed_header_bytes(data: Buffer) -> int | None:
@@ -231,8 +231,8 @@ def claimed_header_bytes(data: Buffer) -> int | None:
     return length if _ENTRY.size + CHECK_BYTES <= length <= _MOST_HEADER_BYTES else None
 
 
-def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[Digest]]:
-    """What an entry's header says, and the leaf digests of its chunk, proven by the chunk id.
+def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, bytes]:
+    """What an entry's header says, and the leaf digests of its chunk, joined, proven by the chunk id.
 
     Args:
         data: At least the whole header.
@@ -252,13 +252,12 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
         Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored_bytes, leaf_bytes,
         first_leaf, num_leaves, offset, header_bytes, None if base == _NO_BASE else Digest(base),
     )  # fmt: skip
-    parts = [body[at : at + DIGEST_BYTES] for at in range(_ENTRY.size, len(body), DIGEST_BYTES)]
-    digests = cast("list[Digest]", parts)  # not Digest(...) of each: see `leaf_digests`
+    digests = body[_ENTRY.size :]
     is_chunk, chunk_leaves = kind == ObjectKind.CHUNK, info.chunk_leaves
     if is_chunk != bool(leaf_bytes) or leaf_bytes > LEAF_BYTES:
         raise CorruptionError(f"{what} has leaves of {leaf_bytes} bytes")
     if header_bytes != entry_header_bytes(chunk_leaves):
-        raise CorruptionError(f"{what} holds {len(digests)} leaf digests, not {chunk_leaves}")
+        raise CorruptionError(f"{what} holds {len(digests) // DIGEST_BYTES} leaf digests, not {chunk_leaves}")
     if is_chunk != bool(num_leaves) or first_leaf + num_leaves > chunk_leaves:
         raise CorruptionError(f"{what} claims leaves that its chunk does not have")
     if is_chunk and chunk_id(num_bytes, digests) != digest:

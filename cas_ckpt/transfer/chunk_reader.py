@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, short
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.transfer.sources import STAGED, Source, reads_into_many
 
@@ -29,11 +30,11 @@ Relocate: TypeAlias = Callable[[Digest, Collection[str]], Sequence[Location]]
 
 @dataclass(frozen=True, slots=True)
 class VerifiedExtent:
-    """An extent whose header was read and proven by the chunk's id; `digests` are of all leaves of the chunk."""
+    """An extent whose header was read and proven by the chunk's id; `digests`: of all leaves of the chunk, joined."""
 
     pack: str
     info: ExtentInfo
-    digests: list[Digest]
+    digests: bytes
 
 
 def drop(start: int, step: memoryview) -> None:
@@ -408,12 +409,12 @@ def _decoded(extent: VerifiedExtent, payload: Buffer) -> memoryview:
 
 def _check(extent: VerifiedExtent, plain: memoryview, first: int) -> None:
     """Raise CorruptionError unless `plain` is whole leaves of the chunk, from number `first` on."""
-    found = leaf_digests(plain, extent.info.leaf_bytes)
-    wanted = extent.digests[first : first + len(found)]
-    if found != wanted:
-        pairs = zip(found, wanted, strict=False)
-        at = next((at for at, (one, other) in enumerate(pairs, first) if one != other), first + len(wanted))
+    info = extent.info
+    wanted = memoryview(extent.digests)[first * DIGEST_BYTES :]
+    whole = min(len(plain), len(wanted) // DIGEST_BYTES * info.leaf_bytes)
+    intact = native.read_leaves(plain, 0, 0, whole, info.leaf_bytes, wanted, ())
+    if whole < len(plain) or intact * info.leaf_bytes < len(plain):
         raise CorruptionError(
-            f"chunk {short(extent.info.digest)}, leaf {at}, in {extent.pack} at offset {extent.info.offset}: "
+            f"chunk {short(info.digest)}, leaf {first + intact}, in {extent.pack} at offset {info.offset}: "
             "the stored bytes do not have the hash that they were stored under: restore it from a copy"
         )

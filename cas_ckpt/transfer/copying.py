@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cas_ckpt import clock
+from cas_ckpt import clock, native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, leaf_digests, short
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
 from cas_ckpt.objects.nodes import MAX_CELL_BYTES
 from cas_ckpt.objects.pack import FULL_ENTRIES, Location, PackKind, coalesced, decode_entry_header
 from cas_ckpt.progress import Progress
@@ -307,7 +307,8 @@ def verified_extent(digest: Digest, place: Location, entry: Buffer) -> EncodedCh
         )
     payload = view[place.header_bytes :]
     plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
-    if leaf_digests(plain, info.leaf_bytes) != digests[info.first_leaf : info.first_leaf + info.num_leaves]:
+    leaves_here = slice(info.first_leaf * DIGEST_BYTES, (info.first_leaf + info.num_leaves) * DIGEST_BYTES)
+    if native.leaf_digests(plain, info.leaf_bytes) != digests[leaves_here]:
         raise CorruptionError(
             f"chunk {short(digest)} in {place.pack} at offset {place.offset}: the stored bytes do not have the hash "
             "that they were stored under: restore the pack from a copy"

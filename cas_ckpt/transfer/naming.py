@@ -79,7 +79,7 @@ def _name(hasher: LeafHasher, works: Sequence[TensorWork], claims: Claims, progr
         work.chunks = work.chunks or [None] * work.grid.num_cells
         for number, joined in zip(asked.numbers, digests, strict=True):
             num_bytes = work.grid.cell_elements(number) * work.item_bytes
-            digest = work.chunks[number] = chunk_id(num_bytes, (joined,))
+            digest = work.chunks[number] = chunk_id(num_bytes, joined)
             ids.append(digest)
             cells.append((work, number, num_bytes))
     missing: dict[int, set[int]] = {}

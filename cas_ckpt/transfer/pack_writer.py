@@ -18,7 +18,7 @@ from typing import Protocol
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import TooLargeError
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.storage.store import Store
@@ -57,14 +57,14 @@ class EncodedChunk:
 
     Attributes:
         num_bytes: Plain bytes of the whole chunk.
-        digests: Of all leaves of the chunk, also of those that are not in the extent.
+        digests: Of all leaves of the chunk, joined, also of those that are not in the extent.
         leaves: (first, count) of the leaves in the extent; None for all.
     """
 
     digest: Digest
     num_bytes: int
     leaf_bytes: int
-    digests: Sequence[Digest]
+    digests: bytes
     encoding: int
     payload: Buffer
     leaves: tuple[int, int] | None = None
@@ -128,10 +128,11 @@ class PackWriter:
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
         """Append an extent of a chunk."""
-        first, count = chunk.leaves or (0, len(chunk.digests))
+        all_leaves = len(chunk.digests) // DIGEST_BYTES
+        first, count = chunk.leaves or (0, all_leaves)
         info = ExtentInfo(
             chunk.digest, ObjectKind.CHUNK, chunk.encoding, chunk.num_bytes, len(chunk.payload), chunk.leaf_bytes,
-            first, count, self.size_bytes, pack.entry_header_bytes(len(chunk.digests)),
+            first, count, self.size_bytes, pack.entry_header_bytes(all_leaves),
         )  # fmt: skip
         self._append(info, chunk.digests, chunk.payload)
 
@@ -150,9 +151,9 @@ class PackWriter:
             node.digest, node.kind, codec.RAW, len(node.data), len(node.data), 0,
             0, 0, self.size_bytes, pack.entry_header_bytes(0),
         )  # fmt: skip
-        self._append(info, (), node.data)
+        self._append(info, b"", node.data)
 
-    def _append(self, info: ExtentInfo, digests: Sequence[bytes], payload: Buffer) -> None:
+    def _append(self, info: ExtentInfo, digests: bytes, payload: Buffer) -> None:
         self._stream.write(pack.encode_entry_header(info, digests))
         self._stream.write(payload)
         self.size_bytes += info.header_bytes + info.stored_bytes

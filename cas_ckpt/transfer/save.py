@@ -19,13 +19,14 @@ from typing import TypeAlias
 
 import numpy as np
 
+from cas_ckpt import native
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
+from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import ArraySource, is_private
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.buffers import Buffers
-from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
+from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
 from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.save_memory import BATCH_BYTES
@@ -38,7 +39,6 @@ class TensorWork:
 
     Attributes:
         cells: Numbers of the cells to hash, or None for all; others keep what `chunks` has.
-        banded: `source` answers boxes over several cells beside one another.
         is_new: The chunks of `cells` are not stored, as far as is known: they are copied before they are hashed.
         chunks: One id per cell, in C order; filled by `save_tensors`.
         room: Bytes that a cell takes of a buffer; the next one begins aligned.
@@ -48,7 +48,6 @@ class TensorWork:
     grid: Grid
     source: ArraySource
     cells: frozenset[int] | None = None
-    banded: bool = True
     is_new: bool = False
     chunks: list[Digest | None] = field(default_factory=list)
     item_bytes: int = field(init=False)
@@ -63,8 +62,8 @@ class TensorWork:
         return self.grid.cell_elements(number) * self.item_bytes
 
 
-Unit: TypeAlias = tuple[TensorWork, range]
-"""Cells of one tensor that are best hashed together."""
+Unit: TypeAlias = tuple[TensorWork, int]
+"""One cell of a tensor, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class _Cell:
 
     work: TensorWork
     number: int
-    leaves: list[Digest] | None = None
+    leaves: bytes | None = None
 
 
 class Claims:
@@ -178,8 +177,8 @@ class _Left:
         """These are saved."""
         finished = []
         with self._lock:
-            for work, group in batch:
-                self._cells[id(work)] -= len(group)
+            for work, _ in batch:
+                self._cells[id(work)] -= 1
                 if not self._cells[id(work)]:
                     finished.append(work)
         for work in finished:
@@ -198,25 +197,14 @@ def _batches(works: Iterable[TensorWork]) -> Iterator[list[Unit]]:
             yield batch
             batch, num_bytes = [], 0
         work.chunks = work.chunks or [None] * work.grid.num_cells
-        groups = cell_groups(work.grid, work.item_bytes) if work.cells is None else _groups_within(work, work.cells)
-        for group in groups:
-            num_bytes += len(group) * work.room
+        for number in range(work.grid.num_cells) if work.cells is None else sorted(work.cells):
+            num_bytes += work.room
             if batch and num_bytes > BATCH_BYTES:
                 yield batch
-                batch, num_bytes = [], len(group) * work.room
-            batch.append((work, group))
+                batch, num_bytes = [], work.room
+            batch.append((work, number))
     if batch:
         yield batch
-
-
-def _groups_within(work: TensorWork, cells: frozenset[int]) -> Iterator[range]:
-    """Whole groups where all their cells are wanted, single cells elsewhere."""
-    for group in cell_groups(work.grid, work.item_bytes) if cells else ():
-        wanted = [cell for cell in group if cell in cells]
-        if work.banded and len(wanted) == len(group):
-            yield group
-        else:
-            yield from (range(cell, cell + 1) for cell in wanted)
 
 
 class _BatchSaver:
@@ -238,13 +226,12 @@ class _BatchSaver:
         self._policy = policy
         self._progress = progress
         self._expect_new = expect_new
-        self._hasher = CellHasher()
 
     def __call__(self, batch: list[Unit]) -> None:
         """Name every chunk of the batch and hand the new ones to the sink."""
         is_new = batch[0][0].is_new
         if is_new or self._expect_new:
-            cells = [_Cell(work, number) for work, group in batch for number in group]
+            cells = [_Cell(work, number) for work, number in batch]
         else:
             cells = self._hash_in_place(batch)
         num_new = room = 0
@@ -258,10 +245,10 @@ class _BatchSaver:
         if run:
             num_new += self._copy_and_write(run)
         if not is_new:
-            self._expect_new = num_new * 2 > sum(len(group) for _, group in batch)
+            self._expect_new = num_new * 2 > len(batch)
         if self._left is not None:
             self._left.done(batch)
-        self._progress.advance(sum(work.cell_bytes(number) for work, group in batch for number in group))
+        self._progress.advance(sum(work.cell_bytes(number) for work, number in batch))
 
     def _hash_in_place(self, batch: list[Unit]) -> list[_Cell]:
         """Name the chunks; those cells whose chunks are not stored.
@@ -269,15 +256,15 @@ class _BatchSaver:
         Of an unchanged state this is all that happens, with the interpreter's lock held but for the hashing itself: a
         microsecond here costs each thread one.
         """
-        cells: list[tuple[TensorWork, int, list[Digest] | None]] = []
+        cells: list[tuple[TensorWork, int, bytes | None]] = []
         ids: list[Digest] = []
-        for work, group in batch:
+        for work, number in batch:
             stays = is_private(work.source)  # asked before it is read
-            leaves = self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
-            for number, digests in zip(group, leaves, strict=True):
-                digest = work.chunks[number] = chunk_id(work.cell_bytes(number), digests)
-                ids.append(digest)
-                cells.append((work, number, digests if stays else None))
+            array = as_raw(work.source.read(work.grid.box(number)), work.item_bytes)
+            leaves = native.leaf_digests(array, work.grid.leaf_bytes)
+            digest = work.chunks[number] = chunk_id(array.nbytes, leaves)
+            ids.append(digest)
+            cells.append((work, number, leaves if stays else None))
         return [_Cell(*cells[at]) for at in self._claims.unknown(ids)]
 
     def _copy_and_write(self, run: list[_Cell]) -> int:
@@ -297,9 +284,10 @@ class _BatchSaver:
                 array = as_raw(work.source.read(work.grid.box(cell.number)), work.item_bytes)
                 if stays and array.flags.c_contiguous:
                     data = array.reshape(-1).view(np.uint8).data
+                    leaves = cell.leaves or native.leaf_digests(data, work.grid.leaf_bytes)
                 else:
-                    data = gather(array, space.take(work.room))
-                leaves = cell.leaves if cell.leaves is not None else leaf_digests(data, work.grid.leaf_bytes)
+                    data = space.take(work.room)[: array.nbytes].data
+                    leaves = native.leaf_digests(array, work.grid.leaf_bytes, data)
                 digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
                 ids.append(digest)
                 copies.append((work, data, leaves))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import (
     CorruptionError,
@@ -25,7 +26,7 @@ from cas_ckpt.errors import (
     UnsupportedVersionError,
 )
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, object_id, short
+from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind, object_id, short
 from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
@@ -181,7 +182,7 @@ class ExtentScanner:
             if info.encoding != codec.RAW or object_id(info.kind.label, data) != info.digest:
                 raise CorruptionError(f"{info.kind.label} {short(info.digest)} at {info.offset} does not have this id")
             return data
-        own = digests[info.first_leaf : info.first_leaf + info.num_leaves]
+        own = digests[info.first_leaf * DIGEST_BYTES : (info.first_leaf + info.num_leaves) * DIGEST_BYTES]
         if info.encoding != codec.RAW:
             payload = self._window.read(start, info.stored_bytes)
             _check_leaves(info, codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes), own, 0)
@@ -200,13 +201,13 @@ def _is_small(info: ExtentInfo) -> bool:
     return info.header_bytes + info.stored_bytes <= STEP_BYTES
 
 
-def _check_leaves(info: ExtentInfo, plain: Buffer, own: Sequence[Digest], first: int) -> None:
-    found = leaf_digests(memoryview(plain), info.leaf_bytes)
-    wanted = own[first : first + len(found)]
-    if found != wanted:
-        wrong = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), len(wanted))
+def _check_leaves(info: ExtentInfo, plain: Buffer, own: bytes, first: int) -> None:
+    wanted = memoryview(own)[first * DIGEST_BYTES :]
+    whole = min(len(plain), len(wanted) // DIGEST_BYTES * info.leaf_bytes)
+    intact = native.read_leaves(plain, 0, 0, whole, info.leaf_bytes, wanted, ())
+    if whole < len(plain) or intact * info.leaf_bytes < len(plain):
         raise CorruptionError(
-            f"chunk {short(info.digest)}, leaf {info.first_leaf + first + wrong}, at {info.offset}: the stored bytes "
+            f"chunk {short(info.digest)}, leaf {info.first_leaf + first + intact}, at {info.offset}: the stored bytes "
             "do not have the hash that they were stored under"
         )
 

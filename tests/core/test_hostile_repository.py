@@ -12,8 +12,9 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import find_entry, load_tree
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, TooLargeError
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind, chunk_id, leaf_digest, leaf_digests
+from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind, chunk_id, leaf_digest
 from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.nodes import (
     ContainerEntry,
@@ -113,12 +114,12 @@ def test_a_raw_extent_that_holds_less_than_it_claims_is_never_restored(
 def test_a_zero_extent_that_claims_more_than_the_cell_is_not_decoded(repo: RepositoryHandle) -> None:
     leaf = leaf_digest(bytes(LEAF_BYTES))
     many = 1 << 16
-    digest = chunk_id(many * LEAF_BYTES, [leaf] * many)
+    digest = chunk_id(many * LEAF_BYTES, leaf * many)
     info = entry_of(
         digest=digest, encoding=codec.Encoding.ZERO, num_bytes=many * LEAF_BYTES, stored_bytes=0, num_leaves=many,
         header_bytes=pack.entry_header_bytes(many),
     )  # fmt: skip
-    store_entry(repo, info, [leaf] * many, b"")
+    store_entry(repo, info, leaf * many, b"")
     import tracemalloc
 
     tracemalloc.start()

@@ -160,9 +160,9 @@ CHUNK = bytes(range(256)) * 512
 LEAVES = [CHUNK[:65536], CHUNK[65536:]]
 
 
-def extents(chunk: Digest, digests: list[Digest]) -> list[pack.ExtentInfo]:
+def extents(chunk: Digest, digests: bytes) -> list[pack.ExtentInfo]:
     """A node, a chunk, and the second leaf of a chunk as a delta."""
-    head, long = pack.entry_header_bytes(0), pack.entry_header_bytes(len(digests))
+    head, long = pack.entry_header_bytes(0), pack.entry_header_bytes(len(digests) // 32)
     second = 64 + head + 40
     third = second + long + 131072
     return [

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import nodes as tensor_node
 from cas_ckpt.objects import nodes as tree_node
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import EncodingPolicy, decode_extent, encode_extent
-from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests, object_id, unseal
+from cas_ckpt.objects.digest import Digest, chunk_id, object_id, unseal
 from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.nodes import ValueEntry, decode_commit, name_order
 from cas_ckpt.objects.spec import Spec, grid_for
@@ -120,17 +121,16 @@ def test_commits_and_layouts_are_read_from_these_bytes() -> None:
 
 def test_known_data_has_these_leaf_digests_and_this_chunk_id() -> None:
     digests = leaf_digests(memoryview(CHUNK), 65536)
-    assert b"".join(digests) == literal("chunks", CHUNK_NAME, "leaf_digests")
+    assert digests == literal("chunks", CHUNK_NAME, "leaf_digests")
     assert chunk_id(len(CHUNK), digests).hex() == VECTORS["chunks"][CHUNK_NAME]["id"]
-    assert chunk_id(0, []).hex() == VECTORS["chunks"]["of nothing"]["id"]
+    assert chunk_id(0, b"").hex() == VECTORS["chunks"]["of nothing"]["id"]
 
 
 # --- packs -----------------------------------------------------------------------------------
 
 
-def chunk_extents() -> tuple[list[pack.ExtentInfo], list[Digest]]:
-    data = literal("chunks", CHUNK_NAME, "leaf_digests")
-    digests = [Digest(data[:32]), Digest(data[32:])]
+def chunk_extents() -> tuple[list[pack.ExtentInfo], bytes]:
+    digests = literal("chunks", CHUNK_NAME, "leaf_digests")
     return extents(Digest(bytes.fromhex(VECTORS["chunks"][CHUNK_NAME]["id"])), digests), digests
 
 
@@ -143,7 +143,7 @@ def test_a_pack_header_has_these_bytes(kind: pack.PackKind) -> None:
 def test_entry_headers_have_these_bytes() -> None:
     infos, digests = chunk_extents()
     for name, info in zip(("node", "chunk", "delta"), infos, strict=True):
-        theirs = digests if name != "node" else []
+        theirs = digests if name != "node" else b""
         assert pack.encode_entry_header(info, theirs) == packed(f"entry header of a {name}")
         found = pack.decode_entry_header(packed(f"entry header of a {name}"), offset=info.offset)
         assert found == (info, theirs)

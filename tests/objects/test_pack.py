@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind, chunk_id, leaf_digests
+from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind, chunk_id
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from tests.builders import numbers
 
@@ -20,7 +21,7 @@ def chunk_entry(data: bytes, *, offset: int = pack.HEADER_BYTES, leaf_bytes: int
     digests = leaf_digests(memoryview(data), leaf_bytes)
     info = ExtentInfo(
         chunk_id(len(data), digests), ObjectKind.CHUNK, 0, len(data), len(data), leaf_bytes,
-        0, len(digests), offset, pack.entry_header_bytes(len(digests)),
+        0, len(digests) // 32, offset, pack.entry_header_bytes(len(digests) // 32),
     )  # fmt: skip
     return info, pack.encode_entry_header(info, digests)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.digest import ObjectKind, chunk_id, leaf_digests
+from cas_ckpt.objects.digest import ObjectKind, chunk_id
 from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
@@ -29,7 +30,7 @@ CHUNK = chunk_id(len(DATA), DIGESTS)
 def placed(store: MemoryStore, pack_name: str, first: int, count: int, *, flip: bool = False) -> Location:
     """An extent alone in a pack of its own."""
     payload = bytearray(DATA[first * LEAF : (first + count) * LEAF])
-    header_bytes = pack.entry_header_bytes(len(DIGESTS))
+    header_bytes = pack.entry_header_bytes(len(DIGESTS) // 32)
     info = ExtentInfo(CHUNK, ObjectKind.CHUNK, 0, len(DATA), len(payload), LEAF, first, count, 0, header_bytes)
     payload[0] ^= flip
     store.put(pack_name, pack.encode_entry_header(info, DIGESTS) + bytes(payload))

@@ -10,7 +10,8 @@ import pytest
 
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.errors import OutOfSpaceError, StorageError
-from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.native import leaf_digests
+from cas_ckpt.objects.digest import chunk_id
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import FaultyStore, fail_at, no_space_from

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.objects.digest import chunk_id
 from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.progress import SILENT
 from cas_ckpt.transfer import buffers as module
@@ -75,16 +76,15 @@ def test_private_cells_that_do_not_lie_in_one_piece_are_gathered() -> None:
 
 
 def test_memory_that_nobody_changes_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cas_ckpt.transfer import hashing, save
+    from cas_ckpt import native
 
     hashed: list[int] = []
 
-    def counted(data: memoryview, leaf_bytes: int) -> Any:
-        hashed.append(len(data))
-        return leaf_digests(data, leaf_bytes)
+    def counted(array: Any, leaf_bytes: int, copy: Any = None) -> bytes:
+        hashed.append(memoryview(array).nbytes)
+        return leaf_digests(array, leaf_bytes, copy)
 
-    monkeypatch.setattr(hashing, "leaf_digests", counted)
-    monkeypatch.setattr(save, "leaf_digests", counted)
+    monkeypatch.setattr(native, "leaf_digests", counted)
     array = numbers(3000, 700)
     saved(Private(array), expect_new=False)
     assert sum(hashed) == array.nbytes

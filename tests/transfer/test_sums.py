@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cas_ckpt import native
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.transfer.hashing import (
     ROW_BYTES,
@@ -20,7 +21,6 @@ from cas_ckpt.transfer.hashing import (
     Summed,
     checksums,
     stretches,
-    word_sums,
 )
 from tests.builders import ArrayMemory, numbers
 
@@ -38,7 +38,7 @@ def checksum(array: Array, *, num_threads: int = 1) -> bytes:
 
 
 def sums_of(words: Array) -> bytes:
-    return word_sums(words.view(np.uint8)).tobytes()
+    return native.word_sums(words, ROW_WORDS)
 
 
 @given(st.lists(st.tuples(PLACES, WORDS), min_size=1, max_size=3, unique_by=lambda pair: pair[0]))

@@ -95,7 +95,6 @@ def save_on_ranks(
     for number, work in enumerate(works):
         cells = frozenset(whole_cells.get(number, ()))
         work.cells = cells if work.cells is None else cells & work.cells
-        work.banded = len(mine[number]) <= 1
     straddling = StraddlingSaver(works, plan, peers, progress, num_threads)
     packs = save_chunks(
         handle, [*works, *own.works], session, num_bytes=_own_bytes(held, peers.rank), room=room, progress=progress,

@@ -20,12 +20,13 @@ from functools import partial
 
 import numpy as np
 
+from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InternalError
 from cas_ckpt.layout.grid import range_boxes
 from cas_ckpt.layout.save_plan import SavePlan, StraddlingCell
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id, leaf_digests
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import saved
 from cas_ckpt.progress import Progress
@@ -53,7 +54,7 @@ class _Run:
     space: Array
     start: int
     num_bytes: int
-    digests: list[Digest] = field(default_factory=list)
+    digests: bytes = b""
 
     @property
     def data(self) -> Array:
@@ -67,7 +68,7 @@ class _Cell:
     plan: StraddlingCell
     work: TensorWork
     runs: list[_Run] = field(default_factory=list)
-    leaves: list[Digest] = field(default_factory=list)
+    leaves: bytes = b""
     buffer: int | None = None
 
     @property
@@ -212,24 +213,24 @@ class StraddlingSaver:
         if run.first not in cell.plan.pieces:
             for band, view in _bands(cell, run.first, run.count, run.data.view(raw_dtype(cell.work.item_bytes))):
                 np.copyto(view, _read(cell, band))
-        run.digests = leaf_digests(run.data.data, cell.work.grid.leaf_bytes)
+        run.digests = native.leaf_digests(run.data, cell.work.grid.leaf_bytes)
         self._progress.advance(run.num_bytes)
 
     # --- 3: names -------------------------------------------------------------------------
 
     def _add_digests(self, cells: Sequence[_Cell], messages: list[list[Buffer]]) -> None:
         for cell in cells:
-            messages[cell.plan.home].extend(digest for run in cell.runs for digest in run.digests)
+            messages[cell.plan.home].extend(run.digests for run in cell.runs)
 
     def _name(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
         for cell in cells:
             if cell.plan.home != self._peers.rank:
                 continue
-            by_leaf: dict[int, Digest] = {}
+            by_leaf: dict[int, bytes] = {}
             for rank, leaves in cell.plan.leaves_by_rank().items():
                 for leaf in leaves:
-                    by_leaf[leaf] = Digest(bytes(received[rank].take(DIGEST_BYTES)))
-            cell.leaves = [by_leaf[leaf] for leaf in range(len(cell.plan.owners))]
+                    by_leaf[leaf] = bytes(received[rank].take(DIGEST_BYTES))
+            cell.leaves = b"".join([by_leaf[leaf] for leaf in range(len(cell.plan.owners))])
             self.named[cell.plan.tensor, cell.plan.cell] = chunk_id(cell.num_bytes, cell.leaves)
 
     def _verdicts_out(self, cells: Sequence[_Cell], claims: Claims) -> list[list[Buffer]]:
@@ -237,7 +238,7 @@ class StraddlingSaver:
         own = [cell for cell in cells if cell.plan.home == self._peers.rank]
         claimed = claims.claim_all([self.named[cell.plan.tensor, cell.plan.cell] for cell in own])
         for cell, is_new in zip(own, claimed, strict=True):
-            verdict = _NEW + b"".join(cell.leaves) if is_new else _KNOWN
+            verdict = _NEW + cell.leaves if is_new else _KNOWN
             for rank in cell.plan.leaves_by_rank():
                 messages[rank].append(verdict)
         return messages
@@ -256,15 +257,13 @@ class StraddlingSaver:
             if verdict.take(1) == _KNOWN:
                 continue
             num_leaves = len(cell.plan.owners)
-            joined = bytes(verdict.take(num_leaves * DIGEST_BYTES))
-            starts = range(0, len(joined), DIGEST_BYTES)
-            leaves = [Digest(joined[start : start + DIGEST_BYTES]) for start in starts]
+            leaves = bytes(verdict.take(num_leaves * DIGEST_BYTES))
             found[cell.buffer] += [self._encoded(cell, run, leaves, policy) for run in _joined(cell.runs)]
         for buffer, chunks in zip(batch.buffers, found, strict=True):
             sink.put(*chunks, release=partial(buffers.give, buffer))
 
-    def _encoded(self, cell: _Cell, run: _Run, leaves: list[Digest], policy: codec.EncodingPolicy) -> EncodedChunk:
-        if leaves[run.first : run.first + run.count] != run.digests:
+    def _encoded(self, cell: _Cell, run: _Run, leaves: bytes, policy: codec.EncodingPolicy) -> EncodedChunk:
+        if leaves[run.first * DIGEST_BYTES : (run.first + run.count) * DIGEST_BYTES] != run.digests:
             raise InternalError(f"rank {cell.plan.home} named a chunk of {cell.work.spec} by leaves that were not sent")
         encoded = codec.encode_extent(run.data.data, policy=policy, item_bytes=cell.work.item_bytes)
         return EncodedChunk(
@@ -316,6 +315,6 @@ def _joined(runs: Sequence[_Run]) -> Iterator[_Run]:
 
 
 def _join(runs: Sequence[_Run]) -> _Run:
-    first, digests = runs[0], [digest for run in runs for digest in run.digests]
+    first, digests = runs[0], b"".join([run.digests for run in runs])
     num_bytes = sum(run.num_bytes for run in runs)  # they lie one behind the other
     return _Run(first.first, sum(run.count for run in runs), first.space, first.start, num_bytes, digests)

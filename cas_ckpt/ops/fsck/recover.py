@@ -20,7 +20,7 @@ from cas_ckpt.index import contents
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, object_id
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, leaf_digest, object_id
 from cas_ckpt.objects.nodes import Node, decode_commit
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.storage.store import Store
@@ -212,14 +212,16 @@ class _Run:
     payload: bytes
 
 
-def _intact_runs(info: ExtentInfo, digests: Sequence[Digest], payload: bytes, covered: Collection[int]) -> list[_Run]:
+def _intact_runs(info: ExtentInfo, digests: bytes, payload: bytes, covered: Collection[int]) -> list[_Run]:
     """The runs of leaves of an extent that are intact and not in `covered`; the whole of it, if that can be."""
     plain = memoryview(payload)
     if info.encoding != codec.RAW:
         plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
     leaf, first = info.leaf_bytes, info.first_leaf
     good = [
-        first + at not in covered and leaf_digest(plain[at * leaf : (at + 1) * leaf]) == digests[first + at]
+        first + at not in covered
+        and leaf_digest(plain[at * leaf : (at + 1) * leaf])
+        == digests[(first + at) * DIGEST_BYTES : (first + at + 1) * DIGEST_BYTES]
         for at in range(info.num_leaves)
     ]
     if all(good):

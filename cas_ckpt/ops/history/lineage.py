@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cas_ckpt import native
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
@@ -34,7 +35,7 @@ from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.history.log import start_of_log
-from cas_ckpt.transfer.hashing import CellHasher
+from cas_ckpt.transfer.hashing import as_raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,6 @@ def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int =
     """
     handle.sync()
     items = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.placement is None]
-    hasher = CellHasher()
     sizes: dict[Digest, int] = {}
     chosen, most = _chosen([item.spec for item in items])
     for item in (items[at] for at in chosen):
@@ -228,7 +228,9 @@ def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int =
         count = min(most, grid.num_cells)
         for cell in sorted({grid.num_cells * number // count for number in range(count)}):
             num_bytes = grid.box(cell).num_elements * item.spec.item_bytes
-            (leaves,) = hasher.group_digests(item.source, grid, range(cell, cell + 1), item.spec.item_bytes)
+            leaves = native.leaf_digests(
+                as_raw(item.source.read(grid.box(cell)), item.spec.item_bytes), grid.leaf_bytes
+            )
             sizes[chunk_id(num_bytes, leaves)] = num_bytes
     return _nearest(handle, sizes, limit, without=set())
 

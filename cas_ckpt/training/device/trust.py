@@ -20,8 +20,8 @@ from types import ModuleType
 
 import torch
 
+from cas_ckpt import native
 from cas_ckpt.errors import InternalError
-from cas_ckpt.objects.digest import leaf_digests
 from cas_ckpt.objects.state import CellsToName
 from cas_ckpt.training.device.cells import CellRequest, DevicePart
 from cas_ckpt.training.device.hasher import Hashed, Hasher
@@ -131,7 +131,7 @@ def _on_host(wanted: Sequence[CellsToName], place: tuple[int, int]) -> bytes:
     """Digests of the leaves of one cell, from its bytes."""
     asked = wanted[place[0]]
     cell = asked.source.read(asked.grid.box(asked.numbers[place[1]]))
-    return b"".join(leaf_digests(memoryview(cell.tobytes()), asked.grid.leaf_bytes))
+    return native.leaf_digests(cell, asked.grid.leaf_bytes)
 
 
 _hashers: dict[torch.device, DeviceHasher | None] = {}

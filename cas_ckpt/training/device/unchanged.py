@@ -49,7 +49,7 @@ def _leave_out(tensors: Sequence[StagedTensor], hasher: LeafHasher, stored: froz
     for each, asked, digests in zip(tensors, wanted, answer or (), strict=answer is not None):
         boxes = []
         for number, joined in enumerate(digests):
-            digest = chunk_id(asked.grid.cell_elements(number) * each.item_bytes, (joined,))
+            digest = chunk_id(asked.grid.cell_elements(number) * each.item_bytes, joined)
             ids.append(digest)
             if digest not in stored:
                 boxes.append(asked.grid.box(number))

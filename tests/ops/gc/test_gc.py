@@ -381,7 +381,7 @@ def _pack_of_a_later_version() -> tuple[str, bytes]:
     header = pack.encode_header(name, PackKind.META)
     size = pack.entry_header_bytes(0)
     entry = ExtentInfo(Digest(bytes(32)), kind, 0, 4, 4, 0, 0, 0, len(header), size)  # type: ignore[arg-type]
-    body = header + pack.encode_entry_header(entry, []) + b"what"
+    body = header + pack.encode_entry_header(entry, b"") + b"what"
     directory = pack.encode_directory([entry])
     trailer = pack.encode_trailer(name, PackKind.META, directory, directory_offset=len(body))
     return pack_key(name, PackKind.META), body + directory + trailer

@@ -27,8 +27,9 @@ from cas_ckpt.core.protocol import (
 from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, leaf_digests
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.layouts import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -142,7 +143,7 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
     plain = memoryview(bytearray(weights(5).tobytes()))
     found = leaf_digests(plain, 1 << 16)
     encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=4)
-    sink.put(EncodedChunk(digest, len(plain), 1 << 16, tuple(found), encoded.encoding, bytes(encoded.payload)))
+    sink.put(EncodedChunk(digest, len(plain), 1 << 16, found, encoded.encoding, bytes(encoded.payload)))
     [pack] = sink.finish()
 
     before = read_gc_state(handle.store)

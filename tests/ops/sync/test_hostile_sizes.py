@@ -31,7 +31,7 @@ def one_huge_node(path: Path, digest: Digest) -> None:
     info = ExtentInfo(digest, ObjectKind.COMMIT, codec.RAW, HUGE, HUGE, 0, 0, 0, pack.HEADER_BYTES, header)
     directory = pack.encode_directory([info])
     with path.open("wb") as file:
-        file.write(pack.encode_header(NAME, PackKind.META) + pack.encode_entry_header(info, []))
+        file.write(pack.encode_header(NAME, PackKind.META) + pack.encode_entry_header(info, b""))
         file.seek(info.end)
         file.write(directory + pack.encode_trailer(NAME, PackKind.META, directory, directory_offset=info.end))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cas_ckpt.objects.digest import leaf_digests
+from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects.spec import DTYPE_BYTES, Grid, Spec, grid_for
 from cas_ckpt.training.capture.tensors import CopiedTensor, spec_of
 from cas_ckpt.training.device.cells import CellRequest
@@ -65,8 +65,8 @@ def _cell(asked: CellRequest, number: int) -> torch.Tensor:
 def digests_of(cell: torch.Tensor, leaf_bytes: int) -> bytes:
     data = cell.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
     if not data:
-        return b"".join(leaf_digests(memoryview(b""), leaf_bytes)) or _empty()
-    return b"".join(leaf_digests(memoryview(data), leaf_bytes))
+        return leaf_digests(memoryview(b""), leaf_bytes) or _empty()
+    return leaf_digests(memoryview(data), leaf_bytes)
 
 
 def _empty() -> bytes:

@@ -11,6 +11,7 @@ Invariant: what lent memory holds is of the moment of the snapshot, and nobody w
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +20,6 @@ import numpy as np
 
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import ArraySource
-from cas_ckpt.transfer.hashing import most_read_at_once
 from cas_ckpt.transfer.serving import Served
 from cas_ckpt.transfer.staging import elements_of
 
@@ -60,7 +60,7 @@ class AskedSource:
     @property
     def read_bytes(self) -> int:
         """See `FileBackedSource`: what the trainer's process holds for a thread of the worker."""
-        return most_read_at_once(grid_for(self._spec), self._spec.item_bytes)
+        return math.prod(grid_for(self._spec).cell) * self._spec.item_bytes
 
     @property
     def is_private(self) -> bool:

@@ -1,0 +1,6 @@
+from cas_ckpt.native import LeafDigests, ReadLeaves, WordSums
+
+SIMD: str
+leaf_digests: LeafDigests
+read_leaves: ReadLeaves
+word_sums: WordSums
