@@ -1,4 +1,4 @@
-"""Tensors on a GPU: how fast leaves are hashed there, the pause of a commit of what is unchanged, the first commit.
+"""Tensors on a GPU: how fast leaves are hashed there, and the pause of a commit of what is unchanged.
 
     python -m benchmarks.gpu                 # on a machine with a GPU of 48 GB or more, and twice as much memory
     python -m benchmarks.gpu --gb 4          # a smaller state, for a smaller GPU
@@ -8,6 +8,7 @@
 Duty: docs/benchmarks/gpu.md. Rates are medians of several rounds after one that warms up (kernels are compiled and
 checked, arenas are pinned in it); what is compared takes turns within a round. Digests are compared with the package
 blake3 before anything is measured. `bytes moved` counts what is brought to the host, digests and tables included.
+What is changed, or new, and checkouts: benchmarks/cores.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from cas_ckpt.training.device.hasher import Hasher
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "gpu.md"
 ROUNDS = 7
 HASHED_BYTES = 8 << 30
-WANTED = {"hash": 300.0, "pause": 0.4, "moved": 0.1, "first": 0.8}
+WANTED = {"hash": 300.0, "pause": 0.4, "moved": 0.1}
 
 
 def device() -> torch.device:
@@ -189,33 +190,6 @@ def unchanged(num_bytes: int) -> list[str]:
     ]
 
 
-def first_commit(num_bytes: int) -> list[str]:
-    state = model(num_bytes)
-    size = sum(each.nbytes for each in state.values())
-    pinned = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
-    source = next(iter(state.values())).view(-1).view(torch.uint8)[: len(pinned)]
-    copies = size // len(pinned)
-    down, up, commits, checkouts = [], [], [], []
-    for number in range(4):
-        down.append(seconds(lambda: [pinned.copy_(source, non_blocking=True) for _ in range(copies)]))
-        up.append(seconds(lambda: [source.copy_(pinned, non_blocking=True) for _ in range(copies)]))
-        with Repository.init(f"memory://gpu-first-{number}", encoding="raw") as repo:
-            commits.append(seconds(lambda repo=repo: repo.commit(state)))  # type: ignore[misc]
-            checkouts.append(seconds(lambda repo=repo: repo.checkout("main", into=state)))  # type: ignore[misc]
-    rate = {name: size / statistics.median(times[1:]) / 1e9 for name, times in
-            {"down": down, "up": up, "commit": commits, "checkout": checkouts}.items()}  # fmt: skip
-    copied = copies * len(pinned) / size
-    return [
-        f"| {size / 1e9:.1f} GB to `memory://`, encoding raw | GB/s | beside PCIe |",
-        "| --- | --- | --- |",
-        f"| copies to pinned memory | {rate['down'] * copied:.1f} | 1.00 |",
-        f"| first commit (at least {WANTED['first']}) | {rate['commit']:.1f} "
-        f"| {rate['commit'] / (rate['down'] * copied):.2f} |",
-        f"| copies from pinned memory | {rate['up'] * copied:.1f} | 1.00 |",
-        f"| checkout | {rate['checkout']:.1f} | {rate['checkout'] / (rate['up'] * copied):.2f} |",
-    ]
-
-
 # ------------------------------------------------------------ the host's half
 
 
@@ -282,7 +256,6 @@ def page(num_bytes: int, *, host_only: bool) -> str:
             **host,
             f"Hashing (wanted: {WANTED['hash']:.0f} GB/s)": lambda: hashing(min(HASHED_BYTES, num_bytes)),
             "What is unchanged": lambda: unchanged(num_bytes),
-            "The first commit, and a checkout": lambda: first_commit(min(HASHED_BYTES // 2, num_bytes)),
         }
     )
     found = [

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from benchmarks.harness import disk, limits
 from benchmarks.harness.meter import seconds_of
-from benchmarks.harness.page import heading, run
+from benchmarks.harness.page import heading, reached, run
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.state import State, build, copy_into
 from cas_ckpt import Repository
@@ -53,7 +53,7 @@ def measure(folder: Path, size: str, rounds: int) -> tuple[Seconds, dict[int, Se
     target = build(SIZES[size], blank=True)
     for tensor in target.tensors().values():
         tensor.detach().fill_(1)
-    views = [memoryview(each.detach().view(-1).view(torch.uint8).numpy()) for each in target.tensors().values()]
+    views = target.views()
     packs = [path for path in disk.files(folder / REPOSITORY) if path.suffix == ".data"]
     with Repository.open(folder / REPOSITORY, group=None) as repo:
         ways = _ways(repo, target)
@@ -115,15 +115,18 @@ def bare_seconds(packs: list[Path], views: list[memoryview], *, into_place: bool
     return _shared(packs, views, work)
 
 
-def refill_seconds(packs: list[Path], views: list[memoryview]) -> float:
+def refill_seconds(packs: list[Path], views: list[memoryview], threads: int = 2) -> float:
     """The second pass: the same bytes into place, nothing hashed."""
-    return _shared(packs, views, lambda descriptor, offset, place, _: os.preadv(descriptor, [place], offset))
+    return _shared(packs, views, lambda descriptor, offset, place, _: os.preadv(descriptor, [place], offset), threads)
 
 
 def _shared(
-    packs: list[Path], views: list[memoryview], work: Callable[[int, int, memoryview, memoryview], object]
+    packs: list[Path],
+    views: list[memoryview],
+    work: Callable[[int, int, memoryview, memoryview], object],
+    threads: int = 2,
 ) -> float:
-    """Seconds in which two threads bring consecutive bytes of the packs into all pieces of the views."""
+    """Seconds in which threads bring consecutive bytes of the packs into all pieces of the views."""
     files = [(os.open(path, os.O_RDONLY), path.stat().st_size) for path in packs]
     pieces = iter(list(_placed(files, limits.pieces(views))))
     turn = threading.Lock()
@@ -137,7 +140,7 @@ def _shared(
                 return
             work(*piece, buffer)
 
-    seconds = seconds_of(lambda: _in_threads(loop))
+    seconds = seconds_of(lambda: _in_threads(loop, threads))
     for descriptor, _ in files:
         os.close(descriptor)
     return seconds
@@ -174,11 +177,13 @@ def direct_seconds(packs: list[Path]) -> float:
     return seconds
 
 
-def _in_threads(loop: Callable[[], None]) -> None:
-    other = threading.Thread(target=loop)
-    other.start()
+def _in_threads(loop: Callable[[], None], number: int = 2) -> None:
+    others = [threading.Thread(target=loop) for _ in range(number - 1)]
+    for other in others:
+        other.start()
     loop()
-    other.join()
+    for other in others:
+        other.join()
 
 
 def page(found: tuple[Seconds, dict[int, Seconds], int], scratch: Path) -> str:
@@ -222,7 +227,7 @@ def _row(name: str, times: list[float], others: list[list[float]], wanted: list[
     cells = [f"| {name} | {statistics.median(times):.3f} | {min(times):.3f} to {max(times):.3f}"]
     for other, least in zip(others, wanted, strict=True):
         share = statistics.median(them / us for them, us in zip(other, times, strict=True))
-        judged = "" if least is None else f"{least:.2f} {'met' if share >= least else 'missed'}"
+        judged = "" if least is None else reached(share, least)
         cells.append(f" | {share:.2f} | {judged}")
     return "".join(cells) + " |"
 

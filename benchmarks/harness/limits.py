@@ -1,7 +1,7 @@
 """The machine's own limits, measured in the same round as what is compared with them.
 
 Nothing here knows cas_ckpt: BLAKE3, memory copies and plain file writes and reads as fast as a short
-loop gets them, with two threads where threads help.
+loop gets them, with two threads, or as many as are asked for, where threads help.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,33 @@ def pieces(buffers: Iterable[memoryview]) -> list[memoryview]:
     return [view[start : start + PIECE_BYTES] for view in buffers for start in range(0, len(view), PIECE_BYTES)]
 
 
-def hash_seconds(buffers: Iterable[memoryview], threads: int = THREADS) -> float:
-    """Seconds of BLAKE3 over all of `buffers` in 4 MiB pieces, spread over `threads`."""
-    work = pieces(buffers)
+def seconds_in_threads(work: Callable[[Any], object], items: Sequence[Any], threads: int) -> float:
+    """Seconds of `work` on each of `items`, which are dealt to `threads`."""
+
+    def run(own: Sequence[Any]) -> None:
+        for item in own:
+            work(item)
+
     with ThreadPoolExecutor(threads) as pool:
         start = time.perf_counter()
-        list(pool.map(_hash_pieces, (work[index::threads] for index in range(threads))))
+        list(pool.map(run, (items[index::threads] for index in range(threads))))
         return time.perf_counter() - start
 
 
-def _hash_pieces(work: list[memoryview]) -> None:
-    for piece in work:
-        blake3(piece).digest()
+def hash_seconds(buffers: Iterable[memoryview], threads: int = THREADS) -> float:
+    """Seconds of BLAKE3 over all of `buffers` in 4 MiB pieces, spread over `threads`."""
+    return seconds_in_threads(lambda piece: blake3(piece).digest(), pieces(buffers), threads)
+
+
+def copy_seconds(buffers: Iterable[memoryview], target: np.ndarray, threads: int = THREADS) -> float:
+    """Seconds of memcpy of all of `buffers` in 4 MiB pieces into `target`, over and over; several pieces long."""
+    places = len(target) // PIECE_BYTES
+
+    def copy(numbered: tuple[int, memoryview]) -> None:
+        start = numbered[0] % places * PIECE_BYTES
+        np.copyto(target[start : start + len(numbered[1])], np.frombuffer(numbered[1], np.uint8))
+
+    return seconds_in_threads(copy, list(enumerate(pieces(buffers))), threads)
 
 
 def _random(num_bytes: int) -> memoryview:
@@ -59,14 +74,7 @@ def hash_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
 
 def copy_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     """memcpy into memory that is resident already, two threads."""
-    source = np.frombuffer(_random(num_bytes), np.uint8)
-    target = np.zeros_like(source)
-    target[:] = 1
-    halves = [slice(part * num_bytes // THREADS, (part + 1) * num_bytes // THREADS) for part in range(THREADS)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        start = time.perf_counter()
-        list(pool.map(lambda half: np.copyto(target[half], source[half]), halves))
-        return _rate(num_bytes, time.perf_counter() - start)
+    return _rate(num_bytes, copy_seconds([_random(num_bytes)], np.ones(num_bytes, np.uint8)))
 
 
 def direct_write_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:

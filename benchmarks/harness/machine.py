@@ -74,5 +74,5 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    root = Path(__file__).parent
+    root = Path(__file__).parents[2]
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=root).stdout.strip()

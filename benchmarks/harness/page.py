@@ -2,7 +2,7 @@
 
 1. `run` reads the options, makes a folder, and has the page made; it prints it, and writes it if asked to
 2. `heading` is the beginning of a page: who wrote it, on which machine, under which load
-3. `verdict` is what a figure is judged to be
+3. `verdict` and `reached` are what a figure is judged to be
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 def run(
     argv: Sequence[str] | None, doc: str | None, name: str, make: Callable[[Path, bool], str],
-    *, scratch: str | None = None,
+    *, scratch: str | None = None, own: Sequence[argparse.ArgumentParser] = (),
 ) -> int:  # fmt: skip
     """Measure and print; write the page `name`.md if asked to.
 
     Args:
         make: Measures in a folder, quickly or not, and returns the page.
         scratch: Where the folder is made unless an option says otherwise; the system's folder for these if None.
+        own: Options that `make` reads itself.
     """
-    parser = argparse.ArgumentParser(description=doc)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, parents=own)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scratch", type=Path, default=Path(scratch or tempfile.gettempdir()))
@@ -72,6 +73,11 @@ def machine_and_load(scratch: Path) -> list[str]:
 def verdict(found: float, at_most: float) -> str:
     """What was wanted of a figure that should be small, and whether it is met."""
     return f"{at_most:.2f} {'met' if found <= at_most else 'missed'}"
+
+
+def reached(found: float, at_least: float) -> str:
+    """What was wanted of a figure that should be large, and whether it is met."""
+    return f"{at_least:.2f} {'met' if found >= at_least else 'missed'}"
 
 
 def forget_all_but_one(*repos: Repository) -> None:

@@ -8,7 +8,7 @@ peer is imported in its constructor, outside the measured time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +95,7 @@ class Safetensors(_Folder):
 class DCP(_Folder):
     """torch.distributed.checkpoint in one process (no_dist), sync_files as by default."""
 
-    threads: int | None = None
+    writer_options: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -104,8 +104,7 @@ class DCP(_Folder):
         self.api: Any = checkpoint
 
     def save(self, state: State, step: int) -> None:
-        options = {} if self.threads is None else {"thread_count": self.threads}
-        writer = self.api.FileSystemWriter(self.at(step), **options)
+        writer = self.api.FileSystemWriter(self.at(step), **self.writer_options)
         self.api.save(state.plain(), storage_writer=writer, no_dist=True)
         disk.sync_tree(self.at(step))
 
@@ -120,7 +119,13 @@ class DCP(_Folder):
 class DCPThreads(DCP):
     """The same with thread_count=2."""
 
-    threads = 2
+    writer_options: Mapping[str, Any] = {"thread_count": 2}
+
+
+class DCPEightThreads(DCP):
+    """The same with eight, and a file for each tensor."""
+
+    writer_options: Mapping[str, Any] = {"thread_count": 8, "single_file_per_rank": False}
 
 
 class Torchsnapshot(_Folder):

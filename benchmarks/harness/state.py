@@ -45,6 +45,10 @@ class State:
         leaves = flatten(self.plain())
         return {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
 
+    def views(self) -> list[memoryview]:
+        """The bytes of these tensors, in place."""
+        return [memoryview(each.detach().view(-1).view(torch.uint8).numpy()) for each in self.tensors().values()]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
