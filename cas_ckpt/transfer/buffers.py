@@ -1,4 +1,4 @@
-"""Memory for what is hashed and written: a bounded number of buffers, used again and again.
+"""Memory for what is hashed and written: a few buffers, used again and again.
 
 Memory that is new to a process costs more than the copy into it, so buffers outlive the commit that made them.
 
@@ -7,8 +7,8 @@ Invariant: what is given out is nobody else's until it is given back. Knows noth
 
 from __future__ import annotations
 
-import threading
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 
@@ -22,39 +22,26 @@ _kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
 
 
 class Buffers:
-    """The buffers of one commit, made when first needed; those of the usual size outlive it. For all threads.
+    """The buffers of one commit, made when first needed; those of the usual size outlive it. For all threads."""
 
-    Args:
-        count: In use at once, at least two: one may wait in the sink for another. See save_memory.py.
-    """
+    def __init__(self) -> None:
+        self._free: list[Array] = []
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._in_use = 0
-        self._changed = threading.Condition()
-
-    def take(self, num_bytes: int = BATCH_BYTES, *, held: int | None = None) -> Array:
-        """A buffer of at least `num_bytes`; waits while all are in use.
-
-        Args:
-            held: Buffers that the caller has and cannot give back before it has this one. It waits for those of others
-                only, and for none that may wait in a sink for its next chunks; it may get more than there are.
-        """
-        with self._changed:
-            while self._in_use >= self._count and (held is None or self._in_use > held + 1):
-                self._changed.wait()
-            self._in_use += 1
+    def take(self, num_bytes: int = BATCH_BYTES) -> Array:
+        """A buffer of at least `num_bytes`."""
         if num_bytes > BATCH_BYTES:
             return np.empty(num_bytes, np.uint8)
-        try:
-            return _kept.pop()
-        except IndexError:
-            return np.empty(BATCH_BYTES, np.uint8)
+        for free in (self._free, _kept):
+            with suppress(IndexError):
+                return free.pop()
+        return np.empty(BATCH_BYTES, np.uint8)
 
     def give(self, buffer: Array) -> None:
         """Take `buffer` back; nobody may look at it any more."""
         if len(buffer) == BATCH_BYTES:
-            _kept.append(buffer)
-        with self._changed:
-            self._in_use -= 1
-            self._changed.notify()
+            self._free.append(buffer)
+
+    def keep(self) -> None:
+        """Leave some of what was given back to the next commit, drop the others."""
+        _kept.extend(self._free)
+        self._free.clear()

@@ -6,7 +6,6 @@ names every entry that was handed in. Knows nothing of tensors or of SQL.
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -22,13 +21,13 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.workers import start
-
-QUEUED_BATCHES = 8
-"""Batches of chunks that wait for a pack writer: bounds memory, keeps the disk busy."""
+from cas_ckpt.transfer.workers import run_all
 
 NUM_WRITERS = 2
-"""Packs written side by side: one is copied into its buffer while the other is on the disk."""
+"""Packs written side by side, by those who do not say how many there may be."""
+
+BYTES_BEFORE_ANOTHER = 32 * 1024 * 1024
+"""So much is written for each pack that is open before another is begun: a small commit leaves no many small packs."""
 
 ONE_PUT_BYTES = 8 * 1024 * 1024
 """Nodes up to this much together are written by one request."""
@@ -45,10 +44,6 @@ class WrittenPack:
     kind: PackKind
     size_bytes: int
     entries: tuple[ExtentInfo, ...]
-
-
-def _nothing() -> None:
-    """There is no buffer to give back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +194,12 @@ def write_nodes(store: Store, nodes: Sequence[Node], *, hints: bytes = b"") -> W
     return writer.finish(hints)
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Chunks that were handed in together; `release` gives the buffer back that holds them all."""
-
-    chunks: Sequence[EncodedChunk]
-    release: Callable[[], None]
-
-
 class ChunkSink:
-    """Takes chunks from many threads and streams them into data packs.
+    """Takes chunks from many threads; each writes what it hands in, into a data pack that is lent to it meanwhile.
 
-    The first batch waits: if it stays the only one, `finish` writes it without a thread. The
-    second starts one writer thread, a full queue starts another. After an error nothing more is
-    accepted, and the error is raised by `put` and `finish`.
+    So no thread waits for another to write, and no two write into one file, where the system would let one wait. A
+    pack that nobody has is gone on with before another is begun. After an error nothing more is accepted, packs that
+    are open leave nothing behind, and the error is raised by `put` and `finish`.
 
     Args:
         on_pack: Called, by whoever writes, whenever a pack has become durable.
@@ -227,116 +214,87 @@ class ChunkSink:
         self._num_writers = num_writers
         self._pack_bytes = pack_bytes
         self._on_pack = on_pack
-        self._queue: queue.Queue[_Batch | None] = queue.Queue(QUEUED_BATCHES)
-        self._lock = threading.Lock()
-        self._first: _Batch | None = None
-        self._taken = False
-        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._num_lent = 0
+        self._waiting: list[PackWriter] = []
+        self._num_bytes = 0
         self._written: list[WrittenPack] = []
         self._error: BaseException | None = None
 
-    def put(self, *chunks: EncodedChunk, release: Callable[[], None] = _nothing) -> None:
-        """Hand `chunks` over, which one writer writes in this order; waits while the queue is full.
-
-        Args:
-            release: Called once, as soon as nobody needs the chunks' payloads any more, or has failed.
-        """
+    def put(self, *chunks: EncodedChunk) -> None:
+        """Write `chunks`, in this order, into one pack; nobody looks at their payloads any more when this returns."""
         if not chunks:
-            release()
             return
-        batch = _Batch(chunks, release)
+        writer = self._lend()
+        try:
+            writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
+            for chunk in chunks:
+                writer.add_chunk(chunk)
+            if self._error is not None:
+                raise self._error
+            full = writer.size_bytes >= self._pack_bytes or writer.num_entries >= pack.FULL_ENTRIES
+            if full:
+                self._end(writer)
+        except BaseException as error:
+            self._give_back(None, error=error)
+            if writer is not None:
+                writer.abort()
+            raise
+        self._give_back(None if full else writer, num_bytes=sum(len(chunk.payload) for chunk in chunks))
+
+    def _lend(self) -> PackWriter | None:
+        """A pack for this thread alone; None: it is to begin one."""
+        with self._changed:
+            while self._error is None:
+                if self._waiting:
+                    self._num_lent += 1
+                    return self._waiting.pop()
+                if self._num_lent < self._num_writers and self._num_bytes >= self._num_lent * BYTES_BEFORE_ANOTHER:
+                    self._num_lent += 1
+                    return None
+                self._changed.wait()
+            raise self._error
+
+    def _give_back(
+        self, writer: PackWriter | None, *, num_bytes: int = 0, error: BaseException | None = None
+    ) -> None:  # fmt: skip
+        with self._changed:
+            self._num_lent -= 1
+            self._num_bytes += num_bytes
+            self._error = self._error or error
+            if writer is not None:
+                self._waiting.append(writer)
+            self._changed.notify_all()
+
+    def _end(self, writer: PackWriter) -> None:
+        self._written.append(writer.finish())
+        if self._on_pack is not None:
+            self._on_pack()
+
+    def finish(self) -> list[WrittenPack]:
+        """Every pack, durable; nobody puts any more.
+
+        Raises:
+            Whatever went wrong first; then no pack that was still open is left.
+        """
         try:
             if self._error is not None:
                 raise self._error
-            with self._lock:
-                if not self._taken:
-                    self._taken, self._first = True, batch
-                    return
-                self._start_writers()
-                first, self._first = self._first, None
-        except BaseException:
-            release()
+            run_all(self._waiting, lambda: self._end, num_threads=len(self._waiting))
+        except BaseException as error:
+            self._error = self._error or error
+            self.abort()
             raise
-        if first is not None:
-            self._queue.put(first)
-        self._queue.put(batch)
-
-    def _start_writers(self) -> None:
-        wanted = self._num_writers if self._queue.full() else 1
-        if len(self._threads) < wanted:
-            thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
-            start(thread)
-            self._threads.append(thread)
-
-    def _loop(self) -> None:
-        writer: PackWriter | None = None
-        # Also after an error the queue is emptied up to the end mark, so that nobody waits for ever.
-        while (batch := self._queue.get()) is not None:
-            writer = self._write(writer, batch)
-        self._end(writer)
-
-    def _write(self, writer: PackWriter | None, batch: _Batch) -> PackWriter | None:
-        """The writer to go on with; None after an error, which `put` and `finish` raise."""
-        try:
-            try:
-                for chunk in batch.chunks:
-                    if self._error is not None:
-                        break
-                    writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
-                    writer.add_chunk(chunk)
-                    if writer.size_bytes >= self._pack_bytes or writer.num_entries >= pack.FULL_ENTRIES:
-                        self._end(writer)
-                        writer = None
-            except BaseException:
-                if writer is not None:
-                    writer.abort()
-                raise
-        except BaseException as error:  # noqa: BLE001 - raised by put and finish; of `abort` too
-            self._error = self._error or error
-            writer = None
-        finally:
-            batch.release()
-        return writer
-
-    def _end(self, writer: PackWriter | None) -> None:
-        """Make its pack durable; after an error leave nothing of it."""
-        if writer is None:
-            return
-        try:
-            if self._error is not None:
-                writer.abort()
-                return
-            self._written.append(writer.finish())
-            if self._on_pack is not None:
-                self._on_pack()
-        except BaseException as error:  # noqa: BLE001 - raised by put and finish
-            self._error = self._error or error
-
-    def _join(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        first, self._first = self._first, None
-        if first is not None:
-            self._end(self._write(None, first))
-
-    def finish(self) -> list[WrittenPack]:
-        """Every pack, durable, once all chunks are written.
-
-        Raises:
-            Whatever a writer raised first; then no pack that was still open is left.
-        """
-        self._join()
-        if self._error is not None:
-            raise self._error
+        self._waiting = []
         return self._written
 
     def abort(self) -> None:
-        """Stop the writers and leave no unfinished pack."""
+        """Accept nothing more, and leave no unfinished pack."""
         self._error = self._error or InterruptedError("the commit was given up")
-        self._join()
+        with self._changed:
+            waiting, self._waiting = self._waiting, []
+        for writer in waiting:
+            writer.abort()
 
 
 class PackSink:

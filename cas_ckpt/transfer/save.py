@@ -2,8 +2,8 @@
 
 Invariant: what is written under an id is bytes that were hashed *as written*: a chunk that
 looks new is copied first and the copy is hashed, so that a tensor that somebody changes
-meanwhile can never put wrong bytes under an id. Memory is bounded by the buffers here and
-in pack_writer.py (how many: save_memory.py), whatever the size of the model.
+meanwhile can never put wrong bytes under an id. Memory is bounded by the threads, which each
+write what they hashed (how many: save_memory.py), whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ def save_tensors(
     buffers: Buffers,
     on_saved: Callable[[TensorWork], object] | None = None,
 ) -> None:
-    """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
+    """Fill `chunks` of every work; whatever is not stored yet has been written to `sink`.
 
     Args:
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
-        buffers: For copies; those that the sink has still to write are in use when this returns.
+        buffers: For copies.
         on_saved: Told of every work once, by some thread, when none of its cells is read any more.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
@@ -228,7 +228,7 @@ class _BatchSaver:
         self._expect_new = expect_new
 
     def __call__(self, batch: list[Unit]) -> None:
-        """Name every chunk of the batch and hand the new ones to the sink."""
+        """Name every chunk of the batch and write the new ones."""
         is_new = batch[0][0].is_new
         if is_new or self._expect_new:
             cells = [_Cell(work, number) for work, number in batch]
@@ -299,10 +299,9 @@ class _BatchSaver:
                     chunks.append(
                         EncodedChunk(digest, len(data), leaf_bytes, leaves, encoded.encoding, encoded.payload)
                     )
-        except BaseException:
+            self._sink.put(*chunks)
+        finally:
             space.release()
-            raise
-        self._sink.put(*chunks, release=space.release)
         return len(chunks)
 
 

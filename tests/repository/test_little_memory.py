@@ -51,7 +51,7 @@ def test_under_a_limit_of_the_address_space_every_error_is_one_of_ours(tmp_path:
     assert out == "refused\n", err
 
 
-@pytest.mark.parametrize("name", ["cas-ckpt-background", "cas-ckpt-1", "cas-ckpt-pack-0"])
+@pytest.mark.parametrize("name", ["cas-ckpt-background", "cas-ckpt-1"])
 def test_a_thread_that_cannot_be_had_is_said(tmp_path: Path, name: str) -> None:
     with Repository.init(tmp_path / "repo", group=None) as repo:
         state = {"w": np.arange(6 * MIB)}

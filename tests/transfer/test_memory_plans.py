@@ -11,9 +11,9 @@ from cas_ckpt.memory import DEFAULT_BYTES, LEAST_DEFAULT_BYTES
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.storage.store import Abilities
-from cas_ckpt.transfer import restore_memory, save_memory
+from cas_ckpt.transfer import restore_memory
 from cas_ckpt.transfer.filling import StoredChunk
-from cas_ckpt.transfer.save_memory import LEAST_BUFFERS, SaveMemory, divide, held_bytes, least_bytes
+from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes, thread_bytes
 
 LOCAL = Abilities(durable=True, local=True, writer_bytes=8 << 20)
 FAR = Abilities(durable=True, local=False, parallel=16, writer_bytes=8 << 20, in_flight_bytes=128 << 20)
@@ -21,11 +21,10 @@ FAR = Abilities(durable=True, local=False, parallel=16, writer_bytes=8 << 20, in
 
 def taken(room: SaveMemory, state: dict[str, Any]) -> int:
     """What a save takes that has so much room."""
-    policy = state["policy"]
-    buffer_bytes, thread_bytes = save_memory._each(policy, state["read_bytes"])
+    each = thread_bytes(state["policy"], state["read_bytes"])
     sizes = {name: value for name, value in state.items() if name not in ("policy", "read_bytes")}
     held = held_bytes(**sizes, num_writers=room.num_writers)
-    return held + room.num_buffers * buffer_bytes + room.num_threads * thread_bytes
+    return held + room.num_threads * each
 
 
 @given(
@@ -36,14 +35,15 @@ def taken(room: SaveMemory, state: dict[str, Any]) -> int:
 def test_a_save_takes_no_more_than_its_budget_or_the_least(memory_bytes: int, num_threads: int, **state: Any) -> None:
     room = divide(memory_bytes, num_threads=num_threads, **state)
     assert 1 <= room.num_threads <= num_threads
-    assert LEAST_BUFFERS <= room.num_buffers <= num_threads + save_memory.SPARE_BUFFERS
+    assert 1 <= room.num_writers <= room.num_threads
     assert taken(room, state) <= max(memory_bytes, least_bytes(**state))
 
 
-def test_by_default_few_threads_have_all_buffers_and_writers() -> None:
+def test_by_default_each_thread_has_a_pack() -> None:
     state: dict[str, Any] = {"num_entries": 300, "num_bytes": 1 << 34, "policy": EncodingPolicy.AUTO}
-    room = divide(DEFAULT_BYTES, num_threads=4, abilities=LOCAL, **state)
-    assert room == SaveMemory(4, 4 + save_memory.SPARE_BUFFERS, save_memory.NUM_WRITERS)
+    assert divide(DEFAULT_BYTES, num_threads=4, abilities=LOCAL, **state) == SaveMemory(4, 4)
+    state["policy"] = EncodingPolicy.RAW
+    assert divide(DEFAULT_BYTES, num_threads=16, abilities=LOCAL, **state) == SaveMemory(16, 16)
     assert least_bytes(abilities=LOCAL, **state) < LEAST_DEFAULT_BYTES
 
 

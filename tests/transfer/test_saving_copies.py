@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,15 @@ class Private(ArrayMemory):
 
 
 class Kept(ChunkSink):
-    """Keeps what it is handed; gives buffers back when it is told to."""
+    """Keeps what it is handed, and the bytes of it."""
 
     def __init__(self) -> None:
         self.chunks: list[EncodedChunk] = []
-        self.releases: list[Any] = []
+        self.bytes: list[bytes] = []
 
-    def put(self, *chunks: EncodedChunk, release: Any = None) -> None:
+    def put(self, *chunks: EncodedChunk) -> None:
         self.chunks += chunks
-        self.releases.append(release)
+        self.bytes += [bytes(chunk.payload) for chunk in chunks]
 
 
 def saved(source: ArrayMemory, *, expect_new: bool) -> tuple[Kept, TensorWork]:
@@ -44,7 +43,7 @@ def saved(source: ArrayMemory, *, expect_new: bool) -> tuple[Kept, TensorWork]:
     work, sink = TensorWork(spec, grid_for(spec), source), Kept()
     save_tensors(
         [work], sink, claims=Claims(lambda ids: [False] * len(ids)), policy=codec.EncodingPolicy.RAW, num_threads=1,
-        buffers=Buffers(8), expect_new=expect_new, progress=SILENT,
+        buffers=Buffers(), expect_new=expect_new, progress=SILENT,
     )  # fmt: skip
     return sink, work
 
@@ -68,9 +67,9 @@ def test_private_cells_that_do_not_lie_in_one_piece_are_gathered() -> None:
     array = numbers(1024, 4096)
     own, work = saved(Private(array), expect_new=False)
     assert len(own.chunks) == work.grid.num_cells > 1
-    for number, chunk in enumerate(own.chunks):
+    for number, (chunk, written) in enumerate(zip(own.chunks, own.bytes, strict=True)):
         data = np.ascontiguousarray(array[work.grid.box(number).slices]).reshape(-1).view(np.uint8).data
-        assert bytes(chunk.payload) == bytes(data)
+        assert written == bytes(data)
         assert chunk.digest == chunk_id(len(data), leaf_digests(data, work.grid.leaf_bytes))
         assert not inside(chunk, array)
 
@@ -91,36 +90,10 @@ def test_memory_that_nobody_changes_is_hashed_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_buffers_are_used_again_by_the_next_commit() -> None:
-    first = Buffers(2)
+    first = Buffers()
     taken = first.take()
     first.give(taken)
-    assert Buffers(2).take() is taken
+    first.keep()
+    assert Buffers().take() is taken
     assert len(taken) == BATCH_BYTES
     assert module.KEPT_BUFFERS * BATCH_BYTES < 64 << 20
-
-
-def test_who_holds_all_buffers_waits_for_none_and_others_wait_for_what_is_given_back() -> None:
-    buffers = Buffers(2)
-    held = [buffers.take(held=0)]
-    held.append(buffers.take(held=1))
-    held.append(buffers.take(held=2))  # nobody else could give one back
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(buffers.take()))
-    waiting.start()
-    for buffer in held[:2]:
-        assert not found
-        buffers.give(buffer)
-    waiting.join(20)
-    assert len(found) == 1
-
-
-def test_who_must_have_a_buffer_waits_while_others_have_more_than_one() -> None:
-    buffers = Buffers(3)
-    others = [buffers.take(), buffers.take()]
-    own = [buffers.take(held=0)]
-    waiting = threading.Thread(target=lambda: own.append(buffers.take(held=1)))
-    waiting.start()
-    assert len(own) == 1
-    buffers.give(others.pop())
-    waiting.join(20)
-    assert len(own) == 2, "the other one may wait in the sink for the next chunks"

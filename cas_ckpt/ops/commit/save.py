@@ -35,7 +35,7 @@ from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.naming import named_in_place
-from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
+from cas_ckpt.transfer.pack_writer import NUM_WRITERS, ChunkSink, WrittenPack
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes
 from cas_ckpt.transfer.workers import thread_count
@@ -227,11 +227,11 @@ def save_chunks(
     Raises:
         Whatever a source, the store or another rank raised; no pack is left open.
     """
-    sink = ChunkSink(
-        handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat, num_writers=room.num_writers
-    )
+    # Ranks share the medium, and what each has for cells that straddle them is planned beside so many packs.
+    num_writers = room.num_writers if straddling is None else min(room.num_writers, NUM_WRITERS)
+    sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat, num_writers=num_writers)
     claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
-    buffers = Buffers(room.num_buffers)
+    buffers = Buffers()
     progress.start("hashing", num_bytes)
     try:
         expect_new = not handle.holds_chunks()
@@ -247,4 +247,5 @@ def save_chunks(
         sink.abort()
         raise
     finally:
+        buffers.keep()
         progress.finish()

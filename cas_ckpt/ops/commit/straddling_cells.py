@@ -14,9 +14,10 @@ addresses; what is written is the copy that was hashed. Memory is bounded by the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -39,6 +40,11 @@ from cas_ckpt.transfer.save import Claims, TensorWork
 from cas_ckpt.transfer.workers import run_all
 
 _KNOWN, _NEW = b"\0", b"\1"
+_Job: TypeAlias = Callable[[], None]
+
+
+def _call(job: _Job) -> None:
+    job()
 
 
 @dataclass(slots=True)
@@ -132,9 +138,10 @@ class StraddlingSaver:
             self._add_digests(hashed.cells, messages)
             self._add_pieces(new.cells, messages)
             received = [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]
-            self._write(named, received, sink, policy, buffers)
+            jobs = list(self._writes(named, received, sink, policy, buffers))
             self._name(hashed.cells, received)
-            self._hash(new, received, buffers, held=len(hashed.buffers))
+            jobs += self._hashes(new, received, buffers)
+            run_all(jobs, lambda: _call, num_threads=self._num_threads)
             named, hashed = hashed, new
         for work in self._straddling.values():
             saved(work.source)
@@ -164,12 +171,8 @@ class StraddlingSaver:
 
     # --- 2: hashing -----------------------------------------------------------------------
 
-    def _hash(self, batch: _Batch, received: Sequence[_Cursor], buffers: Buffers, *, held: int) -> None:
-        """Copy and hash this rank's leaves.
-
-        Args:
-            held: Buffers of other batches that are given back only after this.
-        """
+    def _hashes(self, batch: _Batch, received: Sequence[_Cursor], buffers: Buffers) -> Iterator[_Job]:
+        """What is to be called so that this rank's leaves are copied and hashed."""
         at = 0
         for cell in batch.cells:
             runs = list(self._runs(cell))
@@ -179,7 +182,7 @@ class StraddlingSaver:
             if not room:
                 continue
             if not batch.buffers or at + room > len(batch.buffers[-1]):
-                batch.buffers.append(buffers.take(room, held=held + len(batch.buffers)))
+                batch.buffers.append(buffers.take(room))
                 at = 0
             space, at = batch.buffers[-1][at : at + room], at + room
             cell.buffer, start = len(batch.buffers) - 1, 0
@@ -189,10 +192,7 @@ class StraddlingSaver:
                 cell.runs.append(run)
                 if first in cell.plan.pieces:
                     self._assembled(cell, first, received, run.data.view(raw_dtype(cell.work.item_bytes)))
-        run_all(
-            [(cell, run) for cell in batch.cells for run in cell.runs], lambda: self._hash_run,
-            num_threads=self._num_threads,
-        )  # fmt: skip
+            yield from [partial(self._hash_run, cell, run) for run in cell.runs]
 
     def _runs(self, cell: _Cell) -> Iterator[tuple[int, int]]:
         """(first, count) of leaves of one part that this rank owns; straddling leaves come alone."""
@@ -208,8 +208,7 @@ class StraddlingSaver:
         if first is not None:
             yield first, len(owners) - first
 
-    def _hash_run(self, at: tuple[_Cell, _Run]) -> None:
-        cell, run = at
+    def _hash_run(self, cell: _Cell, run: _Run) -> None:
         if run.first not in cell.plan.pieces:
             for band, view in _bands(cell, run.first, run.count, run.data.view(raw_dtype(cell.work.item_bytes))):
                 np.copyto(view, _read(cell, band))
@@ -245,11 +244,17 @@ class StraddlingSaver:
 
     # --- 4: writing -----------------------------------------------------------------------
 
-    def _write(
+    def _writes(
         self, batch: _Batch, received: Sequence[_Cursor], sink: ChunkSink, policy: codec.EncodingPolicy,
         buffers: Buffers,
-    ) -> None:  # fmt: skip
-        found: list[list[EncodedChunk]] = [[] for _ in batch.buffers]
+    ) -> Iterator[_Job]:  # fmt: skip
+        """What is to be called so that new leaves are written and all buffers given back."""
+
+        def write(buffer: Array, runs: Sequence[tuple[_Cell, _Run, bytes]]) -> None:
+            sink.put(*[self._encoded(*run, policy) for run in runs])
+            buffers.give(buffer)
+
+        found: list[list[tuple[_Cell, _Run, bytes]]] = [[] for _ in batch.buffers]
         for cell in batch.cells:
             if cell.buffer is None:
                 continue  # it has a part, but owns no leaf
@@ -258,9 +263,8 @@ class StraddlingSaver:
                 continue
             num_leaves = len(cell.plan.owners)
             leaves = bytes(verdict.take(num_leaves * DIGEST_BYTES))
-            found[cell.buffer] += [self._encoded(cell, run, leaves, policy) for run in _joined(cell.runs)]
-        for buffer, chunks in zip(batch.buffers, found, strict=True):
-            sink.put(*chunks, release=partial(buffers.give, buffer))
+            found[cell.buffer] += [(cell, run, leaves) for run in _joined(cell.runs)]
+        yield from map(partial(partial, write), batch.buffers, found)
 
     def _encoded(self, cell: _Cell, run: _Run, leaves: bytes, policy: codec.EncodingPolicy) -> EncodedChunk:
         if leaves[run.first * DIGEST_BYTES : (run.first + run.count) * DIGEST_BYTES] != run.digests:
