@@ -7,6 +7,7 @@
 #   make soak    tests that take minutes: a simulated year, long searches
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 #   make newest  the test suite with a newer torch than that of `make test`
+#   make check-native  the native core by itself, under sanitizers, against what is plainly right; needs a C compiler
 
 PYTHON ?= python3
 # Arguments for a single run: make test ARGS='tests/objects -k pack', make bench ARGS=--quick
@@ -27,7 +28,7 @@ NEWEST := .venv-newest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast soak check fix bench bench-ranks oldest newest wheel clean
+.PHONY: help demo test test-fast soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,11p
@@ -73,7 +74,30 @@ wheel: $(VENV)/$(STAMP)
 clean:
 	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# An environment is made once for its list of pins: the stamp is newer than the lists, or it is made again.
+# The core and BLAKE3 without Python, compared with the plain way by tests/native/fuzz.c; ARGS: seconds.
+BLAKE3 := $(addprefix native/blake3/blake3,.c _dispatch.c _portable.c)
+BLAKE3_HERE := $(if $(filter aarch64 arm64,$(shell uname -m)),native/blake3/blake3_neon.c,$(wildcard native/blake3/*.S))
+STRICT := -std=gnu11 -O2 -g -Wall -Wextra -Werror -DBLAKE3_TESTING -DBLAKE3_NO_SSE2
+SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=all
+FUZZED := tests/native/fuzz.c native/core.c $(BLAKE3)
+
+check-native: $(VENV)/$(STAMP)
+	mkdir -p build
+	headers=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
+	    $(CC) $(STRICT) -fsyntax-only -I$$headers native/module.c
+	$(CC) $(STRICT) $(SANITIZED) $(FUZZED) $(BLAKE3_HERE) -o build/fuzz
+	build/fuzz $(ARGS)
+
+# Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+check-native-aarch64:
+	mkdir -p build
+	aarch64-linux-gnu-gcc $(STRICT) -static $(FUZZED) native/blake3/blake3_neon.c -o build/fuzz-aarch64
+	qemu-aarch64 build/fuzz-aarch64 $(ARGS)
+
+# An environment is made once for its list of pins: the stamp is newer than the lists and than what the native core is
+# built from, or it is made again.
+BUILT_FROM := pyproject.toml setup.py $(wildcard native/*.[ch] native/blake3/*.[chS])
+
 define install
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt -r $<
@@ -82,10 +106,10 @@ define install
 	touch $@
 endef
 
-$(VENV)/$(STAMP): requirements-dev.txt requirements-build.txt pyproject.toml
+$(VENV)/$(STAMP): requirements-dev.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
 
-$(OLDEST)/$(STAMP): requirements-oldest.txt requirements-build.txt pyproject.toml
+$(OLDEST)/$(STAMP): requirements-oldest.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
 
 # The list of the environment of `make test`, but for torch and what comes with it.
@@ -93,8 +117,8 @@ $(NEWEST)/requirements.txt: requirements-newest.txt requirements-dev.txt
 	mkdir -p $(@D)
 	{ cat $<; grep -vE '^(torch|triton)==' requirements-dev.txt; } > $@
 
-$(NEWEST)/$(STAMP): $(NEWEST)/requirements.txt requirements-build.txt pyproject.toml
+$(NEWEST)/$(STAMP): $(NEWEST)/requirements.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
 
-$(BENCH)/$(STAMP): benchmarks/requirements.txt requirements-build.txt pyproject.toml
+$(BENCH)/$(STAMP): benchmarks/requirements.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
