@@ -285,8 +285,8 @@ def own_options() -> argparse.ArgumentParser:
 
 def gpt_of(num_bytes: float) -> Size:
     """A GPT with AdamW of about so many bytes."""
-    width, vocab, context = 2048, 32768, 1024
-    layers = round((num_bytes / 12 / width - vocab - context) / (12 * width))
+    width, vocab, context = 2048, 8192, 1024  # parameters of 4 bytes, and two moments of each
+    layers = round((num_bytes / 12 / width - 2 * vocab - context) / (12 * width))
     return Size("cores", "gpt", "A GPT with AdamW", int(num_bytes), vocab, context, width, max(1, layers))
 
 

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import cores
+from benchmarks.harness.gpt import GPT, GPTShape
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +37,14 @@ def test_cores_measures_each_part_beside_its_limit_and_leaves_nothing(
     judged = [row[0] for row in rows if row[-1].endswith((" met", " missed"))]
     assert judged == ["first commit", "Python", "small operators of torch", "commit, all changed", "checkout"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [1.2e9, 3.3e9, 8e9])
+def test_the_state_of_cores_is_about_as_large_as_was_asked_for(num_bytes: float) -> None:
+    size = cores.gpt_of(num_bytes)
+    with torch.device("meta"):
+        model = GPT(GPTShape(size.vocab, size.context, size.width, size.layers))
+    assert 3 * sum(each.nbytes for each in model.parameters()) == pytest.approx(num_bytes, rel=0.15)
 
 
 def test_cores_writes_no_page_of_one_part_or_of_small_states(capsys: pytest.CaptureFixture[str]) -> None:
