@@ -34,16 +34,19 @@ import stat
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from cas_ckpt import clock
+from cas_ckpt import clock, native
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.held_signals import held_signals
-from cas_ckpt.storage.store import Store, missing
+from cas_ckpt.native import Part
+from cas_ckpt.storage.page_cache import may_be_cached
+from cas_ckpt.storage.store import Store, missing, too_short
 from cas_ckpt.uncopied import Uncopied
 
 P = ParamSpec("P")
@@ -139,6 +142,23 @@ class DescriptorCache:
 
     def __len__(self) -> int:
         return len(self._open)
+
+
+def leaves_of_file(
+    fd: int, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+    parts: Sequence[Part], cached_only: bool,
+) -> int:  # fmt: skip
+    """As `native.read_leaves` of an open file; with `cached_only` none that may come from the medium.
+
+    Raises:
+        CorruptionError: the file was cut short meanwhile. OSError: as the system says.
+    """
+    if cached_only and not may_be_cached(fd, offset, size):
+        return 0
+    try:
+        return native.read_leaves(fd, offset, first, size, leaf_bytes, digests, parts, cached_only)
+    except EOFError as error:
+        raise too_short(key, offset, size, os.fstat(fd).st_size) from error
 
 
 def sync_file(fd: int) -> None:

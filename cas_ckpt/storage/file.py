@@ -40,12 +40,14 @@ from typing import Self
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from cas_ckpt.memory import new_buffer
+from cas_ckpt.native import Part
 from cas_ckpt.storage.disk import (
     Descriptor,
     DescriptorCache,
     Temporary,
     TemporaryFolder,
     file_turn,
+    leaves_of_file,
     make_folders,
     open_for_reading,
     sync_file,
@@ -256,9 +258,6 @@ def _copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-MOST_TARGETS = 1024
-"""Places that one call of the system fills (IOV_MAX of Linux)."""
-
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -334,22 +333,16 @@ class FileStore(Uncopied):
                 done += got
         return True
 
-    def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
-        """See `ReadsIntoMany`; one call of the system for up to `MOST_TARGETS` of them."""
-        for first in range(0, len(targets), MOST_TARGETS):
-            views = [writable_view(target) for target in targets[first : first + MOST_TARGETS]]
-            length = sum(view.nbytes for view in views)
-            descriptor, size = self._located(key, offset, length)
-            if offset + length > size:
-                raise too_short(key, offset, length, size)
-            with reading(key):
-                got = os.preadv(descriptor.fd, views, offset)
-            if got < length:  # a signal, or the end of a file that was cut meanwhile
-                for view in views:
-                    self.read_into(key, offset, view)
-                    offset += view.nbytes
-            else:
-                offset += length
+    def read_leaves(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        """See `ReadsLeaves`."""
+        descriptor, end = self._located(key, offset, size)
+        if offset + size > end:
+            raise too_short(key, offset, size, end)
+        with reading(key):
+            return leaves_of_file(descriptor.fd, key, offset, first, size, leaf_bytes, digests, parts, cached_only)
 
     def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
         """See `ReadsPastCache`: O_DIRECT, where the filesystem has it."""

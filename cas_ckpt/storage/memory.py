@@ -7,12 +7,14 @@ value stays what it was. Must not know: files, URLs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
+from cas_ckpt.native import Part
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
@@ -74,6 +76,13 @@ class MemoryStore(Uncopied):
         view = writable_view(target)
         view[:] = self.get_range(key, offset, view.nbytes)
         return True
+
+    def read_leaves(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        """See `ReadsLeaves`."""
+        return native.read_leaves(self.get_range(key, offset, size), 0, first, size, leaf_bytes, digests, parts)
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
         """See `Store.prefetch`; nothing to do."""

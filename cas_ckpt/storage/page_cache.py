@@ -36,18 +36,20 @@ def read_cached(fd: int, offset: int, view: memoryview) -> bool:
     Raises:
         OSError: as a read does.
     """
-    if _NOWAIT is None or not _may_be_cached(fd, offset, view.nbytes):
+    if not may_be_cached(fd, offset, view.nbytes):
         return False
     try:
-        return os.preadv(fd, [view], offset, _NOWAIT) == view.nbytes
+        return os.preadv(fd, [view], offset, _NOWAIT or 0) == view.nbytes
     except OSError as error:
         if error.errno in _NOT_CACHED:
             return False
         raise
 
 
-def _may_be_cached(fd: int, offset: int, length: int) -> bool:
-    """False if a page of them is not in memory; True if all are, or the system does not say."""
+def may_be_cached(fd: int, offset: int, length: int) -> bool:
+    """False if a page of them is not in memory, or no read stops there; True if all are, or the system does not say."""
+    if _NOWAIT is None:
+        return False
     call = _system_call()
     if call is None or not length:
         return True

@@ -32,6 +32,7 @@ from cas_ckpt.errors import (
     StorageError,
     TooLargeError,
 )
+from cas_ckpt.native import Part
 
 MAX_KEY_BYTES = 1024
 """Longest key: the limit of S3 and GCS, kept by every store so that a repository can move."""
@@ -296,11 +297,18 @@ class EmulatesConditions(Protocol):
 
 
 @runtime_checkable
-class ReadsIntoMany(Protocol):
-    """A store that brings consecutive bytes into several places at less than the cost of a read for each."""
+class ReadsLeaves(Protocol):
+    """A store that verifies what it reads, and puts it into place, at less than the cost of a read and a copy."""
 
-    def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
-        """As `Store.read_into` of each target, the first from `offset` on, each from where the one before it ends."""
+    def read_leaves(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        """As `native.read_leaves` of the value: how many leaves are intact and in place.
+
+        Raises:
+            NotFoundError, CorruptionError: as `Store.get_range`.
+        """
         ...
 
 

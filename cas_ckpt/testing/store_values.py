@@ -18,8 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, ParamSpec, TypeVar
 from unittest import SkipTest
 
+import numpy as np
+
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.storage.store import MOST_VALUE_BYTES, ListsVersions, ReadsIntoMany, Store, delete_many
+from cas_ckpt.native import DIGEST_BYTES, Part, leaf_digests
+from cas_ckpt.storage.store import MOST_VALUE_BYTES, ListsVersions, ReadsLeaves, Store, delete_many
 
 
 class StoreCase:
@@ -349,19 +352,24 @@ def expect_reads_agree(store: Store, key: str, value: bytes) -> None:
     expect_same(store.get_tail(key, 10), (size, value[-10:]), "get_tail")
     expect(store.read_into(key, 0, memoryview(target)), "read_into answers True")
     expect_same(bytes(target), value, "read_into")
-    if isinstance(store, ReadsIntoMany):
-        _check_many_targets(store, key, value)
+    if isinstance(store, ReadsLeaves):
+        _check_leaves(store, key, value)
     expect_same(store.head(key), size, "head")
 
 
-def _check_many_targets(store: ReadsIntoMany, key: str, value: bytes) -> None:
-    """read_into_many fills many places, some of them empty, and refuses what ends behind the value."""
-    size = len(value)
-    places = [bytearray(length) for length in (1, 0, *[3] * min(2000, size // 4), 5)]
-    store.read_into_many(key, 2, [memoryview(place) for place in places])
-    expect_same(b"".join(places), value[2 : 2 + sum(map(len, places))], "read_into_many")
-    behind = [memoryview(bytearray(size)), memoryview(bytearray(1))]
-    expect_raises(CorruptionError, "many places, past the end", store.read_into_many, key, 0, behind)
+def _check_leaves(store: ReadsLeaves, key: str, value: bytes) -> None:
+    """read_leaves brings what has its digests into place, stops before what has not, refuses what ends behind it."""
+    rest, leaf = value[2:], 1 << 16
+    digests = leaf_digests(rest, leaf)
+    whole, later = np.zeros(len(rest), np.uint8), np.zeros(len(rest) // 2, np.uint8)
+    parts: list[Part] = [whole, (later, whole.shape, (len(rest) - len(later),))]
+    num_leaves = len(digests) // DIGEST_BYTES
+    expect_same(store.read_leaves(key, 2, 0, len(rest), leaf, digests, parts), num_leaves, "leaves that are intact")
+    expect_same(whole.tobytes(), rest, "read_leaves into all of a cell")
+    expect_same(later.tobytes(), rest[len(rest) - len(later) :], "read_leaves into a part of a cell")
+    wrong = digests[:-1] + bytes([digests[-1] ^ 1])
+    expect_same(store.read_leaves(key, 2, 0, len(rest), leaf, wrong, ()), num_leaves - 1, "leaves before another one")
+    expect_raises(CorruptionError, "past the end", store.read_leaves, key, 0, 0, len(value) + 1, leaf, None, ())
 
 
 # --- ranges, tails, reads into the caller's memory ------------------------------------------

@@ -16,16 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover, runs
+from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover
 from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, leaves_of, named
-from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import Span, Unit, Wanted, longest_bytes, opening_first, plan_units
 from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, requests_at_once
 from cas_ckpt.transfer.workers import run_all
@@ -112,17 +109,13 @@ def _plausible(places: list[Location]) -> list[Location]:
 
 def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:
     """The header of an extent, and the leaves that are wanted of it."""
-    payload = place.offset + place.header_bytes
-    own = range(place.first_leaf, place.first_leaf + place.num_leaves)
-    leaves = [leaf - place.first_leaf for leaf in leaves_of(chunk, place.leaf_bytes) if leaf in own]
-    if not leaves:
-        return [Span(place.pack, place.offset, payload)]
-    if place.encoding != codec.RAW:
+    payload, leaves = place.offset + place.header_bytes, leaves_of(chunk, place)
+    if leaves and place.encoding != codec.RAW:
         return [Span(place.pack, place.offset, place.end)]
     found = [Span(place.pack, place.offset, payload)]
-    for first, stop in runs(leaves):
-        end = min(payload + stop * place.leaf_bytes, place.end)
-        found.append(Span(place.pack, payload + first * place.leaf_bytes, end))
+    for first, stop in leaves:
+        start, end = ((leaf - place.first_leaf) * place.leaf_bytes for leaf in (first, stop))
+        found.append(Span(place.pack, payload + start, min(payload + end, place.end)))
     return found
 
 
@@ -214,73 +207,40 @@ class SpanReader:
 
     def _take(self, chunk: StoredChunk, place: Location | None) -> bool:
         """Verify a piece; whether that makes its chunk whole."""
+        reader, arrivals = self.filler.reader, self.arrivals
         if place is not None:
-            return self._take_extent(chunk, place)
-        if chunk.by_leaves:
-            self.filler.read_leaves(chunk)
-            self.keep_leaves(chunk, self.filler.scratch(chunk.num_bytes))
-        else:
-            self._take_chunk(chunk)
-        return True
-
-    def _take_chunk(self, chunk: StoredChunk) -> None:
-        reader = self.filler.reader
-        plain_of: dict[tuple[str, int], memoryview] = {}
+            try:
+                extent = reader.open_expected(chunk.digest, place, chunk.num_bytes)
+                return arrivals.add_extent(chunk, extent, is_staged=self.keep(chunk, extent))
+            except (CorruptionError, NotFoundError):
+                if not arrivals.give_up_extents(chunk):
+                    return False
+        staged: dict[tuple[str, int], bool] = {}
 
         def keep(extent: VerifiedExtent) -> None:
-            plain_of[extent.pack, extent.info.offset] = reader.plain(extent)
+            staged[extent.pack, extent.info.offset] = self.keep(chunk, extent)
 
         chunk.extents = reader.intact(chunk.digest, chunk.places, chunk.num_bytes, keep)
-        self.keep_chunk(chunk, [plain_of[extent.pack, extent.info.offset] for extent in chunk.extents])
-
-    def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
-        """Verify one of several extents of a chunk; whether the whole chunk is verified now."""
-        reader = self.filler.reader
-        try:
-            extent = reader.open_expected(chunk.digest, place, chunk.num_bytes)
-            is_kept = self.keep_extent(chunk, extent, reader.plain(extent))
-        except (CorruptionError, NotFoundError):
-            if not self.arrivals.give_up_extents(chunk):
-                return False
-            self._take_chunk(chunk)
-            return True
-        return self.arrivals.add_extent(chunk, extent, is_staged=is_kept)
+        if all(staged[extent.pack, extent.info.offset] for extent in chunk.extents):
+            chunk.extents = [arrivals.staged(chunk.extents[0])]
+        return True
 
     def done_bytes(self, chunk: StoredChunk) -> int:
         """As much the phase is told once the chunk is whole: who only verifies counts what is in the repository."""
         return chunk.num_bytes
 
-    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
-        """The plain bytes of all extents of the chunk, which are verified."""
-        raise NotImplementedError
-
-    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
-        """Those of one of several extents; whether they were staged."""
-        raise NotImplementedError
-
-    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
-        """The wanted leaves of the chunk, each at its place."""
+    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
+        """Verify what is wanted of an extent, and keep it; whether it was staged."""
         raise NotImplementedError
 
 
 class _SpanVerifier(SpanReader):
     """Stages what is verified."""
 
-    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
+    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
         """See `SpanReader`."""
-        if all(self.keep_extent(chunk, *each) for each in zip(chunk.extents, plains, strict=True)):
-            chunk.extents = [self.arrivals.staged(chunk.extents[0])]
-
-    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
-        """See `SpanReader`."""
-        return self.arrivals.source.put(chunk.digest, extent.info.first_leaf * extent.info.leaf_bytes, plain)
-
-    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
-        """See `SpanReader`."""
-        leaf_bytes = chunk.extents[0].info.leaf_bytes
-        wanted = [(first * leaf_bytes, stop * leaf_bytes) for first, stop in runs(leaves_of(chunk, leaf_bytes))]
-        if all(self.arrivals.source.put(chunk.digest, start, space.data[start:stop]) for start, stop in wanted):
-            chunk.extents = [self.arrivals.staged(chunk.extents[0])]
+        found = self.filler.reader.plain(extent, chunk.to_verify)
+        return all(self.arrivals.source.put(chunk.digest, start, plain) for start, plain in found)
 
 
 class SpanFiller(SpanReader):
@@ -290,27 +250,12 @@ class SpanFiller(SpanReader):
         """See `SpanReader`: who fills counts what the targets get."""
         return chunk.wanted_bytes
 
-    def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
-        is_whole = super()._take_extent(chunk, place)
+    def _take(self, chunk: StoredChunk, place: Location | None) -> bool:
+        is_whole = super()._take(chunk, place)
         chunk.filled = chunk.filled or is_whole
         return is_whole
 
-    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
+    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
         """See `SpanReader`."""
-        start = extent.info.first_leaf * extent.info.leaf_bytes
-        self.filler.fill_run(chunk, start, np.frombuffer(plain, np.uint8))
+        self.filler.fill_from(chunk, extent)
         return False
-
-    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
-        """See `SpanReader`."""
-        space = np.frombuffer(plains[0], np.uint8)
-        if len(plains) > 1:
-            space = self.filler.scratch(chunk.num_bytes)
-            for extent, plain in zip(chunk.extents, plains, strict=True):
-                start = extent.info.first_leaf * extent.info.leaf_bytes
-                space[start : start + len(plain)] = np.frombuffer(plain, np.uint8)
-        self.filler.fill_from(chunk, space)
-
-    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
-        """See `SpanReader`."""
-        self.filler.fill_from(chunk, space)

@@ -1,31 +1,34 @@
 """Reads stored chunks: verifies them, whole or by leaves, and fills memory with their bytes.
 
-Invariant: no byte leaves this file that was not hashed since it was read, except from `refill`,
-which copies what the same restore has just verified and which is still in memory. What was staged on the local disk
-(sources.py) and came back damaged is read from the store again.
+Invariant: no byte leaves this file that was not hashed since it was read, unless the same restore has just verified
+it and it is still in memory. What was staged on the local disk (sources.py) and came back damaged is read from the
+store again.
 Knows nothing of tensors or of SQL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
+
+import numpy as np
 
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.native import Part
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
-from cas_ckpt.transfer.sources import STAGED, Source, reads_into_many
-
-STEP_BYTES = 2 * 1024 * 1024
-"""Bytes read and hashed at a time: few enough to be in the processor's cache still, and enough that the interpreter's
-lock is seldom wanted (docs/decisions/005)."""
+from cas_ckpt.transfer.sources import Source, leaf_reader
 
 Relocate: TypeAlias = Callable[[Digest, Collection[str]], Sequence[Location]]
 """Where a chunk is stored now, given the packs it was looked for in: a collection may have copied it meanwhile."""
+
+Leaves: TypeAlias = Callable[[ExtentInfo], Sequence[tuple[int, int]]]
+"""Which leaves of an extent are wanted: (first, stop) runs of their numbers in the chunk, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,13 @@ class VerifiedExtent:
     digests: bytes
 
 
-def drop(start: int, step: memoryview) -> None:
-    """What is done with a step that was to be verified, and no more."""
+def all_leaves(extent: ExtentInfo) -> Sequence[tuple[int, int]]:
+    """Those of the extent, as (first, stop) runs."""
+    return [(extent.first_leaf, extent.first_leaf + extent.num_leaves)]
 
 
 class ChunkReader:
-    """Reads chunks from a store, or from what has its bytes, with scratch memory of its own; one per thread.
+    """Reads chunks from a store, or from what has its bytes; many threads.
 
     Args:
         relocate: Asked, once a chunk, when a pack is not there any more.
@@ -51,9 +55,7 @@ class ChunkReader:
     def __init__(self, store: Source, relocate: Relocate | None = None) -> None:
         self._store = store
         self._relocate = relocate
-        self._read_many = reads_into_many(store)
-        self._header = memoryview(b"")
-        self._scratch = memoryview(b"")
+        self._read_leaves = leaf_reader(store)
 
     # --- which extents hold a chunk --------------------------------------------------------
 
@@ -64,9 +66,7 @@ class ChunkReader:
             CorruptionError: damaged, or of another chunk.
             NotFoundError: the pack is not there.
         """
-        return self._opened(digest, place, self._store.get_range(place.pack, place.offset, place.header_bytes))
-
-    def _opened(self, digest: Digest, place: Location, header: Buffer) -> VerifiedExtent:
+        header = self._store.get_range(place.pack, place.offset, place.header_bytes)
         info, digests = decode_entry_header(header, offset=place.offset)
         if info.digest != digest or info.kind != ObjectKind.CHUNK:
             raise CorruptionError(
@@ -85,55 +85,6 @@ class ChunkReader:
         extent = self.open_extent(digest, place)
         _check_expected(extent, place, num_bytes)
         return extent
-
-    def stream(
-        self,
-        digest: Digest,
-        place: Location,
-        num_bytes: int,
-        *,
-        into: memoryview | None = None,
-        take: Callable[[int, memoryview], object] = drop,
-    ) -> VerifiedExtent:
-        """Read a raw extent of a chunk of `num_bytes` from front to end, and verify it step by step.
-
-        The header comes by the request that brings the first step.
-
-        Args:
-            place: One of which `is_plain` holds.
-            into: As long as the extent: the steps are read right there, and verified there. None: into scratch memory.
-            take: Called with each step once it is verified, and where in the extent it begins.
-        Raises:
-            CorruptionError, NotFoundError: `into`, and what `take` got, are undefined.
-        """
-        step = max(STEP_BYTES // place.leaf_bytes, 1) * place.leaf_bytes
-        space = self._steps(min(step, place.stored_bytes)) if into is None else into
-        if len(self._header) < place.header_bytes:
-            self._header = memoryview(bytearray(place.header_bytes))
-        header = self._header[: place.header_bytes]
-        part = space[: min(step, place.stored_bytes)]
-        self._read_many(place.pack, place.offset, [header, part])
-        extent = self._opened(digest, place, header)
-        _check_expected(extent, place, num_bytes)
-        if not _is_as_told(extent.info, place):
-            raise CorruptionError(
-                f"{place.pack} at {place.offset}: an extent of other lengths than wanted: run repo.rebuild_index()"
-            )
-        payload, start = place.offset + place.header_bytes, 0
-        while True:
-            _check(extent, part, place.first_leaf + start // place.leaf_bytes)
-            take(start, part)
-            start += len(part)
-            if start >= place.stored_bytes:
-                return extent
-            size = min(step, place.stored_bytes - start)
-            part = space[:size] if into is None else space[start : start + size]
-            self._store.read_into(place.pack, payload + start, part)
-
-    def _steps(self, num_bytes: int) -> memoryview:
-        if len(self._scratch) < num_bytes:
-            self._scratch = memoryview(bytearray(num_bytes))
-        return self._scratch[:num_bytes]
 
     def intact(
         self,
@@ -190,29 +141,17 @@ class ChunkReader:
             if isinstance(failure, CorruptionError) and tried.issuperset(place.pack for place in places):
                 raise failure
 
-    def verify(self, digest: Digest, places: Sequence[Location], num_bytes: int) -> list[VerifiedExtent]:
-        """Read and hash the whole chunk; the extents that hold it, all proven.
+    def verify(
+        self, digest: Digest, places: Sequence[Location], num_bytes: int, leaves: Leaves = all_leaves
+    ) -> list[VerifiedExtent]:
+        """Read and hash the chunk, or some of its leaves; the extents that hold it, all proven.
 
         Tries every stored copy of every part before it gives up. Nothing longer than `num_bytes` is ever allocated.
 
         Raises:
             CorruptionError: no copy is intact. NotFoundError: no copy is there.
         """
-        return self.intact(digest, places, num_bytes, self._verify_extent)
-
-    def _verify_extent(self, extent: VerifiedExtent) -> None:
-        info = extent.info
-        if info.encoding != codec.RAW:
-            self.decoded(extent)
-            return
-        leaf = info.leaf_bytes
-        step = max(STEP_BYTES // leaf, 1) * leaf
-        scratch = self._steps(step)
-        payload_offset = info.offset + info.header_bytes
-        for start in range(0, info.stored_bytes, step):
-            part = scratch[: min(step, info.stored_bytes - start)]
-            self._store.read_into(extent.pack, payload_offset + start, part)
-            _check(extent, part, info.first_leaf + start // leaf)
+        return self.intact(digest, places, num_bytes, lambda extent: self.place(extent, ((),), leaves))
 
     # --- bytes of verified extents -----------------------------------------------------------
 
@@ -222,40 +161,32 @@ class ChunkReader:
         Raises:
             CorruptionError: damaged.
         """
-        info = extent.info
-        payload = bytes(self._store.get_range(extent.pack, info.offset + info.header_bytes, info.stored_bytes))
-        _decoded(extent, payload)
+        payload = bytes(self._payload(extent))
+        _check(extent, _decoded(extent, payload), *all_leaves(extent.info)[0])
         return payload
 
-    def plain(self, extent: VerifiedExtent) -> memoryview:
-        """The plain bytes of the whole extent, verified where they are: for sources that have them in memory.
+    def plain(self, extent: VerifiedExtent, leaves: Leaves = all_leaves) -> list[tuple[int, memoryview]]:
+        """Plain bytes of wanted leaves, verified where they are, and where in the chunk they begin.
+
+        For sources that have them in memory.
 
         Raises:
             CorruptionError: damaged.
         """
-        info = extent.info
-        payload = self._store.get_range(extent.pack, info.offset + info.header_bytes, info.stored_bytes)
-        if info.encoding != codec.RAW:
-            return _decoded(extent, payload)
-        plain = memoryview(payload)
-        _check(extent, plain, info.first_leaf)
-        return plain
+        info, found = extent.info, []
+        plain = None if info.encoding == codec.RAW else _decoded(extent, self._payload(extent))
+        for first, stop in leaves(info):
+            offset = (first - info.first_leaf) * info.leaf_bytes
+            length = min(stop * info.leaf_bytes, info.num_bytes) - first * info.leaf_bytes
+            part = self._payload(extent, offset, length) if plain is None else plain[offset : offset + length]
+            _check(extent, part, first, stop)
+            found.append((first * info.leaf_bytes, memoryview(part)))
+        return found
 
-    def decoded(self, extent: VerifiedExtent) -> memoryview:
-        """The plain bytes of the whole extent, read and verified."""
+    def _payload(self, extent: VerifiedExtent, offset: int = 0, length: int | None = None) -> Buffer:
         info = extent.info
-        if info.encoding != codec.RAW:
-            offset = info.offset + info.header_bytes
-            return _decoded(extent, self._store.get_range(extent.pack, offset, info.stored_bytes))
-        plain = memoryview(bytearray(info.plain_bytes))
-        self._read_raw(extent, plain)
-        return plain
-
-    def _read_raw(self, extent: VerifiedExtent, target: memoryview) -> None:
-        """Fill `target` with a whole raw extent, verified there."""
-        info = extent.info
-        self._store.read_into(extent.pack, info.offset + info.header_bytes, target)
-        _check(extent, target, info.first_leaf)
+        length = info.stored_bytes if length is None else length
+        return self._store.get_range(extent.pack, info.offset + info.header_bytes + offset, length)
 
     def read(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
         """Fill `target` with the chunk's plain bytes, reading and hashing them.
@@ -264,89 +195,60 @@ class ChunkReader:
             CorruptionError: damaged; `target` is then undefined.
         """
         for extent in extents:
-            info = extent.info
-            start = info.first_leaf * info.leaf_bytes
-            part = target[start : start + info.plain_bytes]
-            if info.encoding == codec.RAW:
-                self._read_raw(extent, part)
-            else:
-                part[:] = self.decoded(extent)
+            self.place(extent, [[np.frombuffer(target, np.uint8)]])
 
-    def refill(
-        self, extents: Sequence[VerifiedExtent], target: memoryview, start: int = 0, *, cached_only: bool = False
-    ) -> bool:
-        """Fill `target` with the plain bytes from `start` on of a chunk that `verify` has just accepted.
-
-        Bytes that are still in memory are the bytes that were verified; whatever is not any
-        more is read and hashed again, elsewhere if the pack is gone.
+    def place(
+        self, extent: VerifiedExtent, batches: Iterable[Sequence[Part]], leaves: Leaves = all_leaves, *,
+        is_verified: bool = False,
+    ) -> None:  # fmt: skip
+        """Read wanted leaves, verify each, and bring it to all parts of the chunk that want it.
 
         Args:
-            cached_only: Answer False, and leave `target` undefined, instead of reading and hashing (or decoding) again.
+            batches: Parts that are filled together, one batch after the other; one without parts: verify only.
+            is_verified: All leaves were verified a moment ago: what is still in memory since then is not hashed again.
+                Batches after the first get what it got in the same way.
         Raises:
-            CorruptionError: the medium gave other bytes than a moment ago.
+            CorruptionError: damaged. NotFoundError: the pack is not there any more.
         """
-        stop = start + len(target)
-        relocate = self._relocate
-        while True:
-            try:
-                for extent in extents:
-                    info = extent.info
-                    begin, num_bytes = info.first_leaf * info.leaf_bytes, info.plain_bytes
-                    first, last = max(start, begin), min(stop, begin + num_bytes)
-                    if first >= last:
-                        continue
-                    part = target[first - start : last - start]
-                    offset = info.offset + info.header_bytes + first - begin
-                    raw = info.encoding == codec.RAW
-                    if raw and self._store.read_into(extent.pack, offset, part, cached_only=True):
-                        continue
-                    if cached_only:
-                        return False
-                    if raw and len(part) == num_bytes:
-                        self._read_raw(extent, part)
-                    else:
-                        part[:] = self.decoded(extent)[first - begin : last - begin]
-                return True
-            except (CorruptionError, NotFoundError) as error:
-                is_gone = isinstance(error, NotFoundError) or (bool(extents) and extents[0].pack == STAGED)
-                if relocate is None or not extents or not is_gone:
-                    raise
-                info = extents[0].info
-                places, relocate = relocate(info.digest, {extent.pack for extent in extents}), None
-                extents = self.verify(info.digest, places, info.num_bytes)
-
-    def read_leaves(self, extents: Sequence[VerifiedExtent], leaves: Sequence[int], target: memoryview) -> None:
-        """Fill the given leaves' places in `target` (as long as the chunk); others stay as they are.
-
-        Args:
-            leaves: Their numbers, ascending.
-        Raises:
-            CorruptionError: a leaf is damaged.
-        """
-        for extent in extents:
-            info = extent.info
-            begin, leaf_bytes = info.first_leaf * info.leaf_bytes, info.leaf_bytes
-            own = [leaf for leaf in leaves if info.first_leaf <= leaf < info.first_leaf + info.num_leaves]
-            if own and info.encoding != codec.RAW:
-                target[begin : begin + info.plain_bytes] = self.decoded(extent)
-                continue
-            for first, stop in runs(own):
-                start = first * leaf_bytes
-                part = target[start : min(stop * leaf_bytes, info.num_bytes)]
-                self._store.read_into(extent.pack, info.offset + info.header_bytes + start - begin, part)
-                _check(extent, part, first)
+        info, wanted = extent.info, leaves(extent.info)
+        if not wanted:
+            return
+        read: _Read = partial(self._read_leaves, extent.pack)
+        origin = info.offset + info.header_bytes
+        if info.encoding != codec.RAW:
+            read, origin, is_verified = partial(native.read_leaves, _decoded(extent, self._payload(extent))), 0, False
+        for parts in batches:
+            for first, stop in wanted:
+                at = first
+                if is_verified:
+                    at += _walk(extent, read, origin, first, stop, parts, is_verified=True)
+                if at < stop:
+                    at += _walk(extent, read, origin, at, stop, parts)
+                if at < stop:
+                    raise _damaged(extent, at)
+            is_verified = True
 
 
-def is_plain(place: Location, num_bytes: int) -> bool:
-    """Whether the extent at `place`, of a chunk of `num_bytes`, is raw and as long as its leaves, as far as is told."""
-    first, stop = place.first_leaf * place.leaf_bytes, (place.first_leaf + place.num_leaves) * place.leaf_bytes
-    return place.encoding == codec.RAW and place.leaf_bytes > 0 and place.stored_bytes == min(stop, num_bytes) - first
+_Read: TypeAlias = Callable[..., int]
+"""`native.read_leaves` of bytes that are known."""
 
 
-def _is_as_told(info: ExtentInfo, place: Location) -> bool:
-    return (info.encoding, info.leaf_bytes, info.header_bytes, info.stored_bytes) == (
-        place.encoding, place.leaf_bytes, place.header_bytes, place.stored_bytes,
-    )  # fmt: skip
+def _walk(
+    extent: VerifiedExtent, read: _Read, origin: int, first: int, stop: int, parts: Sequence[Part], *,
+    is_verified: bool = False,
+) -> int:  # fmt: skip
+    """How many of the leaves first .. stop are intact (or in memory still), and in place.
+
+    Args:
+        origin: Where the plain bytes of the extent begin, for `read`.
+    """
+    info = extent.info
+    # A chunk of one leaf may be of tensors with items of any length, whatever leaves the first of them has.
+    leaf_bytes = min(info.leaf_bytes, info.num_bytes)
+    start, end = first * leaf_bytes, min(stop * leaf_bytes, info.num_bytes)
+    digests = None if is_verified else memoryview(extent.digests)[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+    offset = origin + start - info.first_leaf * leaf_bytes
+    return read(offset, start, end - start, leaf_bytes, digests, parts, is_verified)
 
 
 def _check_expected(extent: VerifiedExtent, place: Location, num_bytes: int) -> None:
@@ -401,20 +303,21 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _decoded(extent: VerifiedExtent, payload: Buffer) -> memoryview:
-    """The plain bytes that the payload of an extent stands for, verified."""
-    plain = memoryview(codec.decode_extent(extent.info.encoding, payload, num_bytes=extent.info.plain_bytes))
-    _check(extent, plain, extent.info.first_leaf)
-    return plain
+    """The plain bytes that the payload of an extent stands for, not verified."""
+    return memoryview(codec.decode_extent(extent.info.encoding, payload, num_bytes=extent.info.plain_bytes))
 
 
-def _check(extent: VerifiedExtent, plain: memoryview, first: int) -> None:
-    """Raise CorruptionError unless `plain` is whole leaves of the chunk, from number `first` on."""
+def _check(extent: VerifiedExtent, plain: Buffer, first: int, stop: int) -> None:
+    """Raise CorruptionError unless `plain` is these leaves of the chunk."""
+    origin = (extent.info.first_leaf - first) * extent.info.leaf_bytes
+    at = first + _walk(extent, partial(native.read_leaves, plain), origin, first, stop, ())
+    if at < stop:
+        raise _damaged(extent, at)
+
+
+def _damaged(extent: VerifiedExtent, leaf: int) -> CorruptionError:
     info = extent.info
-    wanted = memoryview(extent.digests)[first * DIGEST_BYTES :]
-    whole = min(len(plain), len(wanted) // DIGEST_BYTES * info.leaf_bytes)
-    intact = native.read_leaves(plain, 0, 0, whole, info.leaf_bytes, wanted, ())
-    if whole < len(plain) or intact * info.leaf_bytes < len(plain):
-        raise CorruptionError(
-            f"chunk {short(info.digest)}, leaf {first + intact}, in {extent.pack} at offset {info.offset}: "
-            "the stored bytes do not have the hash that they were stored under: restore it from a copy"
-        )
+    return CorruptionError(
+        f"chunk {short(info.digest)}, leaf {leaf}, in {extent.pack} at offset {info.offset}: "
+        "the stored bytes do not have the hash that they were stored under: restore it from a copy"
+    )

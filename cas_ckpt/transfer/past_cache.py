@@ -27,7 +27,6 @@ from cas_ckpt.storage.store import ReadsPastCache, Store, too_short
 from cas_ckpt.transfer.arrivals import Arrivals, Piece, SpanFiller, SpanReader, bytes_to_read, wanted_of
 from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent
 from cas_ckpt.transfer.filling import StoredChunk
-from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, plan_units
 from cas_ckpt.transfer.sources import SpanMemory, StagedStore, new_memory
 from cas_ckpt.transfer.workers import run_all
@@ -209,12 +208,7 @@ class _AlignedMemory(SpanMemory):
 class _SpanChecker(SpanReader):
     """Verifies what arrives, and keeps nothing of it."""
 
-    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
+    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
         """See `SpanReader`."""
-
-    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
-        """See `SpanReader`."""
+        self.filler.reader.place(extent, ((),), chunk.to_verify)
         return False
-
-    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
-        """See `SpanReader`."""

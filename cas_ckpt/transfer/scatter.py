@@ -38,7 +38,7 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.arrivals import fill_as_they_arrive
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
 from cas_ckpt.transfer.fetch import Restored, nothing, sourced, verify_chunks
-from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part, named
+from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.restore_memory import round_bytes, threads_within
@@ -241,6 +241,15 @@ class _Job:
     slots: list[tuple[memoryview, Box]]
     own: list[Box]
 
+    def parts(self) -> list[ChunkPart]:
+        """What the messages and the own target get of the chunk."""
+        tensor, item_bytes = self.read.tensor, self.read.tensor.item_bytes
+        places: list[tuple[Box, Box, ArrayTarget]] = [
+            (box, box.relative_to(box), NewArray(elements(slot, box, item_bytes))) for slot, box in self.slots
+        ]
+        places += [(box, box, _target(tensor)) for box in self.own]
+        return [cell_part(tensor.key, target, item_bytes, self.read.box, box, place) for box, place, target in places]
+
 
 class _Mover:
     """The second pass on one rank."""
@@ -256,8 +265,7 @@ class _Mover:
         self._num_threads = num_threads
         self._memory_bytes = memory_bytes
         self._relocate = relocate
-        # Kept from round to round: their scratch memory costs page faults when it is new.
-        self._fillers = [_Filler(source, progress, relocate) for _ in range(num_threads)]
+        self._filler = _Filler(source, progress, relocate)
 
     def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> None:
         """Fill this rank's targets, and bring to others what they want."""
@@ -325,21 +333,15 @@ class _Mover:
         if isinstance(self._source, StagedStore):
             self._fill_from_afar(self._source.store, [job for job in jobs if not _is_staged(job.read.chunk)])
             jobs = [job for job in jobs if _is_staged(job.read.chunk)]
-        free = iter(self._fillers)
-        run_all(jobs, lambda: next(free).fill, num_threads=min(self._num_threads, len(jobs)))
+        run_all(jobs, lambda: self._filler.fill, num_threads=min(self._num_threads, len(jobs)))
 
     def _fill_from_afar(self, store: Store, jobs: Sequence[_Job]) -> None:
         """Read and verify once more what could not be staged, what is near one another together."""
         chunks: dict[Digest, StoredChunk] = {}
         for job in jobs:
-            read, tensor = job.read, job.read.tensor
-            chunk = chunks.setdefault(read.chunk.digest, replace(read.chunk, parts=[], wanted_bytes=0))
-            places = [(box, box, _target(tensor)) for box in job.own]
-            for slot, box in job.slots:
-                places.append((box, box.relative_to(box), NewArray(elements(slot, box, tensor.item_bytes))))
-            for box, place, target in places:
-                chunk.parts.append(cell_part(tensor.key, target, tensor.item_bytes, read.box, box, place))
-                chunk.wanted_bytes += num_bytes(tensor, box)
+            chunk = chunks.setdefault(job.read.chunk.digest, replace(job.read.chunk, parts=[], wanted_bytes=0))
+            chunk.parts += job.parts()
+            chunk.wanted_bytes += sum(num_bytes(job.read.tensor, box) for box in job.own)
         fill_as_they_arrive(
             store, list(chunks.values()), num_threads=self._num_threads, memory_bytes=self._memory_bytes,
             progress=SILENT, relocate=self._relocate,
@@ -379,7 +381,7 @@ def _target(tensor: TargetTensor) -> ArrayTarget:
 
 
 class _Filler:
-    """Brings verified chunks into messages and own targets; one per thread."""
+    """Brings verified chunks into messages and own targets; many threads."""
 
     def __init__(self, source: Restored, progress: Progress, relocate: Relocate | None) -> None:
         self._filler = ChunkFiller(source, progress, relocate)
@@ -396,15 +398,9 @@ class _Filler:
                 chunk.extents = self._opened(job)
             except CkptError as error:
                 raise named(error, job.read.tensor.key) from error
-        if job.slots:
-            self._distribute(job)
-        else:
-            tensor = job.read.tensor
-            parts = [
-                cell_part(tensor.key, _target(tensor), tensor.item_bytes, job.read.box, box, box) for box in job.own
-            ]
-            wanted_bytes = sum(num_bytes(tensor, box) for box in job.own)
-            self._filler.fill(replace(chunk, key=tensor.key, parts=parts, wanted_bytes=wanted_bytes))
+        tensor = job.read.tensor
+        own_bytes = sum(num_bytes(tensor, box) for box in job.own)
+        self._filler.fill(replace(chunk, key=tensor.key, parts=job.parts(), wanted_bytes=own_bytes))
 
     def _opened(self, job: _Job) -> list[VerifiedExtent]:
         """The extents that this job needs; each header is proven by the chunk's id.
@@ -431,21 +427,3 @@ class _Filler:
                 raise
             places = self._relocate(chunk.digest, {place.pack for place in chunk.places})
             return self._filler.reader.verify(chunk.digest, places, chunk.num_bytes)
-
-    def _distribute(self, job: _Job) -> None:
-        """Read the chunk once and copy its parts into the messages and the own target."""
-        read, item_bytes = job.read, job.read.tensor.item_bytes
-        # Where a message has the whole cell, the chunk is read right there, and copied from there.
-        whole = next((slot for slot, box in job.slots if box == read.box), None)
-        space = self._filler.scratch(read.chunk.num_bytes).data if whole is None else whole
-        try:
-            self._filler.reader.refill(read.chunk.extents, space)
-        except CkptError as error:
-            raise named(error, read.tensor.key) from error
-        cell = elements(space, read.box, item_bytes)
-        for slot, box in job.slots:
-            if slot is not whole:
-                np.copyto(elements(slot, box, item_bytes), cell[box.relative_to(read.box).slices])
-        for box in job.own:
-            _place(read.tensor, box, cell[box.relative_to(read.box).slices])
-            self._progress.advance(box.num_elements * item_bytes)

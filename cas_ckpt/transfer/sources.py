@@ -19,21 +19,24 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
 import numpy as np
 
+from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.memory import new_buffer
+from cas_ckpt.native import Part
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.storage.disk import leaves_of_file
 from cas_ckpt.storage.page_cache import read_cached
-from cas_ckpt.storage.store import ReadsIntoMany, Store, too_short
+from cas_ckpt.storage.store import ReadsLeaves, Store, too_short
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span
 
@@ -87,6 +90,15 @@ def new_memory(num_bytes: int) -> Array:
     return np.frombuffer(new_buffer(num_bytes), np.uint8)
 
 
+class ReadLeavesOf(Protocol):
+    """What `leaf_reader` answers; as `native.read_leaves` of what is stored under `key`."""
+
+    def __call__(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int: ...  # fmt: skip
+
+
 class Source(Protocol):
     """What a chunk can be read from: a store, or what answers in its place. See `Store` for both methods."""
 
@@ -95,17 +107,21 @@ class Source(Protocol):
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool: ...
 
 
-def reads_into_many(source: Source) -> Callable[[str, int, Sequence[memoryview]], object]:
-    """How consecutive bytes of `source` come into several places: together where it can, else one after the other."""
-    if isinstance(source, ReadsIntoMany):
-        return source.read_into_many
+def leaf_reader(source: Source) -> ReadLeavesOf:
+    """How leaves of `source` are read, verified and put into place: in one walk where it can, else by way of memory."""
+    if isinstance(source, ReadsLeaves):
+        return source.read_leaves
 
-    def read(key: str, offset: int, targets: Sequence[memoryview]) -> None:
-        for target in targets:
-            source.read_into(key, offset, target)
-            offset += target.nbytes
+    def read_leaves(
+        key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None, parts: Sequence[Part],
+        cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        space = new_memory(size).data
+        if not source.read_into(key, offset, space, cached_only=cached_only):
+            return 0
+        return native.read_leaves(space, 0, first, size, leaf_bytes, digests, parts)
 
-    return read
+    return read_leaves
 
 
 class SpanMemory:
@@ -113,6 +129,7 @@ class SpanMemory:
 
     def __init__(self, store: Source) -> None:
         self._store = store
+        self._read_leaves = leaf_reader(store)
         self._space = np.empty(0, np.uint8)
         self._loaded: list[tuple[Span, memoryview]] = []
 
@@ -147,6 +164,16 @@ class SpanMemory:
         target[:] = found
         return True
 
+    def read_leaves(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        """See `ReadsLeaves`."""
+        found = self._find(key, offset, size)
+        if found is None:
+            return self._read_leaves(key, offset, first, size, leaf_bytes, digests, parts, cached_only)
+        return native.read_leaves(found, 0, first, size, leaf_bytes, digests, parts)
+
     def _find(self, key: str, offset: int, length: int) -> memoryview | None:
         for span, view in self._loaded:
             if span.pack == key and span.offset <= offset and offset + length <= span.end:
@@ -172,6 +199,7 @@ class StagedStore:
             room_bytes: How many bytes of the disk it may take.
         """
         self.store = store
+        self._read_leaves = leaf_reader(store)
         self._file = file
         self._places: dict[bytes, int] = {}
         start = 0
@@ -226,20 +254,35 @@ class StagedStore:
         """
         if key != STAGED:  # what a network brings is never what was verified before
             return not cached_only and self.store.read_into(key, offset, target)
-        if self._file is None:
-            raise NotFoundError("nothing was staged")
-        done = 0
-        try:
+        with self._staged() as fd:
             if cached_only:
-                return read_cached(self._file.fileno(), offset, target)
+                return read_cached(fd, offset, target)
+            done = 0
             while done < len(target):
-                got = os.preadv(self._file.fileno(), [target[done:]], offset + done)
+                got = os.preadv(fd, [target[done:]], offset + done)
                 if not got:
                     raise too_short(key, offset, len(target), offset + done)
                 done += got
+        return True
+
+    def read_leaves(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        """See `ReadsLeaves`, and `read_into`."""
+        if key != STAGED:
+            return 0 if cached_only else self._read_leaves(key, offset, first, size, leaf_bytes, digests, parts)
+        with self._staged() as fd:
+            return leaves_of_file(fd, key, offset, first, size, leaf_bytes, digests, parts, cached_only)
+
+    @contextmanager
+    def _staged(self) -> Iterator[int]:
+        if self._file is None:
+            raise NotFoundError("nothing was staged")
+        try:
+            yield self._file.fileno()
         except OSError as error:
             raise CorruptionError(f"what was staged on the local disk cannot be read again: {error}") from error
-        return True
 
 
 @contextmanager

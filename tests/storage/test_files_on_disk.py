@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cas_ckpt.clock import fixed, now_s
@@ -23,7 +24,7 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     StorageError,
 )
-from cas_ckpt.storage.disk import DescriptorCache, open_for_reading
+from cas_ckpt.storage.disk import DescriptorCache, leaves_of_file, open_for_reading
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.store_values import at_once, noise
 
@@ -249,6 +250,18 @@ def test_a_filesystem_that_cannot_tell_has_nothing_cached(
     assert not store.read_into("packs/a", 0, memoryview(bytearray(5)), cached_only=True)
     with pytest.raises(StorageError, match="packs/a"):
         store.read_into("packs/a", 0, memoryview(bytearray(5)))
+
+
+def test_a_file_that_is_cut_short_while_its_leaves_are_read_is_told_as_truncated(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 300)
+    descriptor = open_for_reading(tmp_path / "a", "packs/a")  # its size was looked at, then it was cut
+    for size in (100, 250):
+        target = np.zeros(250, np.uint8)
+        assert leaves_of_file(descriptor.fd, "packs/a", 50, 0, 250, 100, None, [target], False) == 3 and target.all()
+        os.truncate(tmp_path / "a", size)
+        with pytest.raises(CorruptionError, match=f"packs/a: wanted bytes 50 to 300, but the value ends at {size}"):
+            leaves_of_file(descriptor.fd, "packs/a", 50, 0, 250, 100, None, [target], False)
+        (tmp_path / "a").write_bytes(b"x" * 300)
 
 
 def test_a_descriptor_is_not_closed_under_a_reader(tmp_path: Path) -> None:

@@ -233,6 +233,6 @@ def _prepare_death(repo: Repository, state: dict[str, Any], when: str) -> None:
     elif when == "commit, at the swap":
         store.compare_and_swap = lambda *args: die()  # type: ignore[method-assign]
     elif when == "checkout, while verifying":
-        store.read_into = lambda *args, **options: die()  # type: ignore[method-assign]
+        store.read_leaves = lambda *args, **options: die()  # type: ignore[method-assign]
     else:
         state["extra"] = DiesWhenAsked()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +12,22 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
-from cas_ckpt.native import leaf_digests
+from cas_ckpt.native import leaf_digests, runs_of_boxes
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind, chunk_id
 from cas_ckpt.objects.pack import ExtentInfo, Location
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.progress import SILENT
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.filling import boxes_of_run, leaves_touched
+from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, StoredChunk, leaves_touched
 from tests.builders import commit, new_repository, numbers
 
 DATA = bytes(range(250))
 LEAF = 100
 DIGESTS = leaf_digests(memoryview(DATA), LEAF)
 CHUNK = chunk_id(len(DATA), DIGESTS)
+HEADER_OF_ONE = pack.entry_header_bytes(1)
 
 
 def placed(store: MemoryStore, pack_name: str, first: int, count: int, *, flip: bool = False) -> Location:
@@ -109,6 +112,47 @@ def test_an_index_that_says_other_leaves_than_the_pack_is_not_believed() -> None
         ChunkReader(store).verify(CHUNK, [lying], num_bytes=len(DATA))
 
 
+def chunk_for(places: list[Location], *item_bytes: int) -> tuple[StoredChunk, list[np.ndarray[Any, Any]]]:
+    arrays = [np.zeros(len(DATA) // size, raw_dtype(size)) for size in item_bytes]
+    parts = [ChunkPart("t", NewArray(array), array.itemsize, Box((0,), array.shape)) for array in arrays]
+    return StoredChunk("t", CHUNK, len(DATA), parts, len(arrays) * len(DATA), places=places), arrays
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_a_chunk_of_one_leaf_fills_tensors_of_any_items_whatever_leaves_it_was_stored_with(is_verified: bool) -> None:
+    store, digests = MemoryStore(), leaf_digests(memoryview(DATA), 255)
+    info = ExtentInfo(chunk_id(len(DATA), digests), ObjectKind.CHUNK, 0, 250, 250, 255, 0, 1, 0, HEADER_OF_ONE)
+    store.put("a", pack.encode_entry_header(info, digests) + DATA)
+    chunk, arrays = chunk_for([Location("a", ObjectKind.CHUNK, 250, 0, 1, 255, 0, HEADER_OF_ONE, 250, 0, None)], 2, 5)
+    chunk.digest, filler = info.digest, ChunkFiller(store, SILENT, None)
+    if is_verified:
+        filler.verify(chunk)
+        filler.fill(chunk)
+    else:
+        filler.fill_once(chunk)
+    assert [array.tobytes() for array in arrays] == [DATA, DATA]
+
+
+def test_leaves_that_cut_elements_are_refused() -> None:
+    store = MemoryStore()
+    chunk, (array,) = chunk_for([placed(store, "a", 0, 3)], 125)
+    with pytest.raises(CorruptionError, match=r"t: .*elements would be cut"):
+        ChunkFiller(store, SILENT, None).fill_once(chunk)
+    assert not any(array.tobytes())
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+def test_nothing_of_a_damaged_leaf_or_behind_it_comes_into_strided_targets(leaf: int) -> None:
+    store = MemoryStore()
+    places = [placed(store, str(number), number, 1, flip=number == leaf) for number in range(3)]
+    chunk, _ = chunk_for(places)
+    wide = np.zeros((len(DATA), 2), np.uint8)
+    chunk.parts.append(ChunkPart("t", NewArray(wide[:, 1]), 1, Box((0,), (len(DATA),))))
+    with pytest.raises(CorruptionError, match=f"t: .*leaf {leaf}, in {leaf}"):
+        ChunkFiller(store, SILENT, None).fill_once(chunk)
+    assert bytes(wide[:, 1]) == DATA[: leaf * LEAF].ljust(len(DATA), b"\0") and not wide[:, 0].any()
+
+
 def test_a_region_touches_exactly_the_leaves_that_hold_it() -> None:
     whole = Box((0, 0), (4, 16))
     assert leaves_touched((4, 16), whole, item_bytes=4, leaf_bytes=64) == [0, 1, 2, 3]
@@ -130,7 +174,7 @@ def test_boxes_of_a_run_are_its_elements_in_order(sizes: list[int], data: st.Dat
     cell = np.arange(int(np.prod(sizes, dtype=int))).reshape(sizes)
     stop = data.draw(st.integers(1, cell.size))
     first = data.draw(st.integers(0, stop - 1))
-    boxes = list(boxes_of_run(tuple(sizes), first, stop))
+    boxes = [Box(*run) for run in runs_of_boxes(tuple(sizes), first, stop)]
     found = np.concatenate([cell[box.slices].reshape(-1) for box in boxes])
     assert found.tolist() == list(range(first, stop))
     assert len(boxes) <= max(1, 2 * len(sizes) - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.errors import CorruptionError
+from cas_ckpt.native import read_leaves
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
@@ -28,22 +28,17 @@ class ForgetfulStore(FileStore):
     intact_reads = 0
     bytes_read = 0
 
-    def read_into_many(self, key: str, offset: int, targets: Sequence[memoryview]) -> None:
-        header, payload = targets
-        super().read_into_many(key, offset, [header])
-        self.read_into(key, offset + header.nbytes, payload)
-
-    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+    def read_leaves(self, key: str, offset: int, *rest: Any) -> int:
+        first, size, leaf_bytes, digests, parts, cached_only = rest
         if cached_only:
             self.asked = True
-            return False
-        done = super().read_into(key, offset, target)
-        self.bytes_read += target.nbytes
+            return 0
+        self.bytes_read += size
+        data = bytearray(self.get_range(key, offset, size))
         if self.damage_later and getattr(self, "asked", False):
             self.intact_reads -= 1
-            if self.intact_reads < 0:
-                target[0] ^= 1
-        return done
+            data[0] ^= self.intact_reads < 0
+        return read_leaves(data, 0, first, size, leaf_bytes, digests, parts)
 
 
 def restored(handle: RepositoryHandle, root: str, targets: dict[str, np.ndarray[Any, Any]]) -> None:
