@@ -21,7 +21,7 @@ from cas_ckpt.objects.spec import Grid
 from cas_ckpt.training.device import trust
 from cas_ckpt.training.device.hasher import Hasher
 from tests.training.device.hashing import answers, dtypes, expected, random_bytes, random_tensor, request
-from tests.training.device.paths import counted_reads, same_bits
+from tests.training.device.paths import counted_reads, counted_waits, same_bits
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
@@ -84,7 +84,7 @@ def test_leaves_of_all_lengths_have_the_digests_of_their_bytes() -> None:
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_every_dtype_and_stride_is_hashed_by_its_bytes(dtype: torch.dtype) -> None:
-    matrix = random_tensor(dtype, 700, 2048).to(gpu())
+    matrix = random_tensor(dtype, 700, 2048, device=gpu())
     views = [matrix, matrix.t(), matrix[:, 5:1999], matrix[1:], matrix[::3], matrix.view(350, 2, 2048)[:, 1]]
     requests = [request(view) for view in views]
     assert answers(hasher(), requests) == expected(requests)
@@ -148,6 +148,26 @@ def test_commits_in_the_background_are_those_of_the_host(repo: Repository) -> No
     made["half"].zero_()
     assert pending.result().root == wanted
     assert repo.commit_async(made).result().root == root_of(made)
+
+
+def test_many_small_tensors_come_to_the_host_together(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {
+        f"x{number}": random_tensor(torch.float32, 1 + number % 5000, seed=number).to(gpu()) for number in range(3000)
+    }
+    with Repository.init(f"memory://host-{next(_NUMBERS)}") as other:
+        wanted = other.commit(on_host(made)).root
+    with counted_waits(monkeypatch) as waits:
+        assert repo.commit(made).root == wanted
+        assert repo.commit_async(made).result().root == wanted
+    assert len(waits) < 60
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+def test_quantized_tensors_are_committed_and_come_back(repo: Repository, dtype: torch.dtype) -> None:
+    made = torch.quantize_per_tensor(torch.randn(300, 7, device=gpu()), 0.1, 3, dtype)
+    repo.commit({"q": made})
+    assert torch.equal(repo.load("main", device=gpu())["q"].int_repr(), made.int_repr())
 
 
 def test_replays_of_a_graph_are_committed_and_a_capture_is_refused(repo: Repository) -> None:

@@ -92,6 +92,13 @@ def test_packed_quantized_tensors_are_replaced_in_their_container() -> None:
     assert same_state(state, {"x": tensor})
 
 
+def test_a_quantized_tensor_that_torch_cannot_make_on_a_device_is_refused_by_name() -> None:
+    parts = {"int_repr": torch.empty(4, dtype=torch.int8, device="meta")}
+    attrs = {"dtype": "qint8", "scheme": "per_tensor_affine", "shape": (4,), "scale": 0.1, "zero_point": 0}
+    with pytest.raises(UnsupportedValueError, match="model/q: torch .* cannot make a quantized tensor on meta"):
+        compose("quantized", attrs, parts, key="model/q")  # type: ignore[arg-type]
+
+
 def test_a_sparse_tensor_takes_another_number_of_elements() -> None:
     target = coo(1)
     checkout(commit({"x": coo(5)}), {"x": target})

@@ -166,7 +166,7 @@ def _tensors_of(source: ArraySource) -> list[torch.Tensor]:
 def _kept(source: Any) -> tuple[ArraySource, list[torch.Tensor]]:
     """`source` over tensors of our own, and these: `tensor.data = other` changes the live one's memory, not theirs."""
     if isinstance(source, ShardElements):
-        kept = [type(local)(local.tensor.detach()) for local in source.locals]
+        kept = [replace(local, tensor=local.tensor.detach()) for local in source.locals]
         return replace(source, locals=tuple(kept)), [local.tensor for local in kept]
     tensor = source.tensor.detach()
-    return type(source)(tensor), [tensor]
+    return replace(source, tensor=tensor), [tensor]

@@ -30,8 +30,10 @@ from cas_ckpt.objects.values import register_value_type
 from cas_ckpt.training.capture.composites import check_indices, decompose
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
+    HOST,
     PLAIN_TENSORS,
     array_item,
+    bring_small_together,
     is_array,
     is_sharded,
     refusal,
@@ -40,6 +42,7 @@ from cas_ckpt.training.capture.tensors import (
     tensor_item,
     wait_for_devices,
 )
+from cas_ckpt.training.device.trust import hasher_of
 from cas_ckpt.training.per_rank import PerRank, RNGState, generator_item, ranks_container
 from cas_ckpt.training.stateful import NamedModule, Names, is_module_state, is_stateful, module_versions
 
@@ -79,6 +82,8 @@ def capture_state(
     root = Container("dict", capture.children(state, state.items(), ()), versions=module_versions(state))
     if capture.devices:
         wait_for_devices(capture.devices)
+    if capture.devices or hasher_of(HOST) is not None:
+        bring_small_together(root)
     return root
 
 

@@ -125,11 +125,17 @@ def compose(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor], *, key: s
 
     Raises:
         CorruptionError: attributes or parts that do not belong together.
+        UnsupportedValueError: torch has no such tensors on the device of the parts.
     """
     try:
         with warnings.catch_warnings():  # "beta state" and "deprecated" say nothing to who only restores
             warnings.simplefilter("ignore", UserWarning)
             return _quantized(attrs, parts) if kind == "quantized" else _sparse(kind, attrs, parts)
+    except NotImplementedError as error:
+        device = next(iter(parts.values())).device
+        raise UnsupportedValueError(
+            f"{key}: torch {torch.__version__} cannot make a {kind} tensor on {device}: load it to the host"
+        ) from error
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         raise CorruptionError(f"{key}: the parts of a {kind} tensor do not fit together: {error}") from error
 

@@ -24,6 +24,7 @@ from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_by
 from cas_ckpt.objects.state import Container, Flavor, LeafHasher, Path, TensorItem, render_key
 from cas_ckpt.training.device.cells import DevicePart
 from cas_ckpt.training.device.copies import on_own_stream, to_device
+from cas_ckpt.training.device.together import Batch, Batches
 from cas_ckpt.training.device.trust import hasher_of
 from cas_ckpt.training.torch_internals import local_part, version_of
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
@@ -61,7 +62,7 @@ _SIMPLE_DTYPES = {
 }
 """Dtypes of tensors that are neither quantized nor conjugated."""
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Classes of tensors that are read as they are, without a look at what they wrap."""
@@ -204,8 +205,9 @@ def copyable_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _host_like(view: torch.Tensor) -> torch.Tensor:
-    """New host memory for `view`; pinned for CUDA, where torch keeps the blocks for reuse."""
-    return torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=view.device.type == "cuda")
+    """New host memory for `view`, as raw items; pinned for CUDA, where torch keeps the blocks for reuse."""
+    dtype = _RAW_DTYPES[view.element_size()]
+    return torch.empty(view.shape, dtype=dtype, device="cpu", pin_memory=view.device.type == "cuda")
 
 
 @dataclass(slots=True)
@@ -232,31 +234,58 @@ class HostTensor:
         """See `ArrayTarget`: the bytes are in place already."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopiedTensor:
-    """Elements of a tensor that is elsewhere, or whose bits are not its values, as a source and as a target: copies."""
+    """Elements of a tensor that is elsewhere, or whose bits are not its values, as a source and as a target: copies.
+
+    Attributes:
+        batch: What brings it to the host together with others, and its number there; None: it is copied alone.
+    """
 
     tensor: torch.Tensor
+    batch: tuple[Batch, int] | None = None
 
     @property
     def is_private(self) -> bool:
         """See `StagedSource`: what is read is a copy already."""
         return True
 
+    def _part(self, box: Box) -> torch.Tensor:
+        """The elements of `box` where they are, as raw items that are their values."""
+        part = copyable_view(self.tensor)[box.slices]
+        if not (part.is_conj() or part.is_neg()):
+            return part
+        if part.dtype == torch.complex32:  # as real numbers: torch warns of new memory of this dtype
+            real = torch.view_as_real(part.conj() if part.is_conj() else part).resolve_neg().clone()
+            if part.is_conj():
+                real[..., 1].neg_()
+            return copyable_view(torch.view_as_complex(real))
+        return copyable_view(part.resolve_conj().resolve_neg())
+
     def read(self, box: Box) -> Array:
-        """See `ArraySource`; the answer is the caller's own."""
+        """See `ArraySource`; nobody changes the answer."""
+        if self.batch is not None:
+            return self._brought(self.batch, box)
         with on_own_stream(self.tensor.device):
-            part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+            part = self._part(box)
             host = _host_like(part)
             host.copy_(part, non_blocking=True)
         return host_bits(host)
 
     def copy_into(self, box: Box, target: Array) -> None:
         """See `CopyingSource`."""
+        if self.batch is not None:
+            np.copyto(target, self._brought(self.batch, box))
+            return
         with on_own_stream(self.tensor.device):
-            part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
             host = torch.from_numpy(target.view(_numpy_raw(target.itemsize)))
+            part = self._part(box)
             host.view(part.dtype).copy_(part, non_blocking=True)
+
+    def _brought(self, batch: tuple[Batch, int], box: Box) -> Array:
+        together, number = batch
+        elements = together.read(number).view(raw_dtype(self.tensor.element_size())).reshape(self.tensor.shape)
+        return elements if box.sizes == elements.shape else elements[box.slices]
 
     def leaf_hasher(self) -> LeafHasher | None:
         """See `HashingSource`."""
@@ -271,8 +300,7 @@ class CopiedTensor:
     def sums(self, box: Box) -> Array | None:
         """See `SummingSource`: summed where the elements are, only the sums come over."""
         with on_own_stream(self.tensor.device):
-            part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
-            return _word_sums(part.contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
+            return _word_sums(self._part(box).contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
 
     def open(self, box: Box) -> Array:
         """See `ArrayTarget`; the array is the caller's own until `done`."""
@@ -325,7 +353,7 @@ def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
 
 def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
     """The elements of any strided tensor, as a source and as a target. A target must not overlap itself."""
-    is_host = tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()) and hasher_of(_HOST) is None
+    is_host = tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()) and hasher_of(HOST) is None
     return HostTensor(tensor) if is_host else CopiedTensor(tensor)
 
 
@@ -381,7 +409,7 @@ def simple_item(tensor: torch.Tensor) -> TensorItem | None:
     # The tuples of the form, not new ones: what is not made needs no search by the garbage collector.
     region = (weakref.ref(storage), address, offset, spec.shape, contiguous, dtype, False, False)
     identity = region, version_of(tensor)
-    source = HostTensor(tensor) if hasher_of(_HOST) is None else CopiedTensor(tensor)
+    source = HostTensor(tensor) if hasher_of(HOST) is None else CopiedTensor(tensor)
     return TensorItem(spec, source, Flavor.TORCH, identity)
 
 
@@ -409,6 +437,23 @@ def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) 
             return True
         reach += step * (size - 1)
     return False
+
+
+def bring_small_together(state: Container) -> None:
+    """Let the small tensors of `state` that are on a device be brought to the host many at a time.
+
+    In the order in which a commit reads them, so that what one thread reads comes together.
+    """
+    batches = Batches()
+    waiting = [state]
+    while waiting:
+        for item in waiting.pop().children.values():
+            if isinstance(item, Container):
+                waiting.append(item)
+            elif isinstance(item, TensorItem):
+                for source in getattr(item.source, "locals", (item.source,)):
+                    if isinstance(source, CopiedTensor):
+                        source.batch = batches.add(source.tensor)
 
 
 def wait_for_devices(devices: Iterable[torch.device]) -> None:

@@ -4,11 +4,12 @@
     2. trust.py has one for every device, and says whether it is believed.
     3. cells.py finds where the cells are in memory, hasher.py launches the kernels on a stream of its own.
     4. kernels.py is BLAKE3 for Triton; it is imported when the first tensor is hashed, and need not be there.
-    5. copies.py brings bytes over, on streams of their own, from and to pinned memory.
+    5. copies.py brings bytes over, on streams of their own, from and to pinned memory; together.py brings small tensors
+       over many at a time.
     6. Before a state is staged for `commit_async`, unchanged.py leaves out what the last such commit has stored.
 
-Has not met a GPU yet: tests run the kernels in Triton's interpreter, and everything else with tensors of the CPU that
-go the same way (docs/performance.md, "GPUs").
+Tests run the kernels in Triton's interpreter, and everything else with tensors of the CPU that go the same way; what
+only a GPU can show is in tests/gpu (docs/performance.md, "GPUs").
 
 Invariant: no id depends on who hashed. Where Triton, a compiler or the device fails, or its digests differ from the
 host's, the host hashes, and that is said once. Must not know commits, nor what is stored.

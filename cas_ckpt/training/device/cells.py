@@ -79,9 +79,10 @@ class CellGroup:
     """Cells of one size in one memory.
 
     Attributes:
+        memory: Where the cells are; of tensors that are one cell each, which have addresses: that of the first.
         places: (request, position in its `numbers`) of each cell.
-        addresses: Of their first bytes; None: they have to be gathered.
         corners: Of the cells in `memory`, elements.
+        addresses: Of their first bytes; None: they have to be gathered.
         row_bytes, row_step_bytes: See `Shape.rows`.
     """
 
@@ -103,9 +104,43 @@ class CellGroup:
 
 
 def groups_of(requests: Sequence[CellRequest]) -> Iterator[CellGroup]:
-    """All cells of all requests, those of one size in one memory together."""
+    """All cells of all requests, together if of one size in one memory, or of one size and tensors of their own."""
+    alone: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
     for number, request in enumerate(requests):
-        yield from _groups(number, request)
+        address = _address_of_one_cell(request)
+        if address is None:
+            yield from _groups(number, request)
+        else:
+            num_bytes = request.parts[0].memory.numel() * request.item_bytes
+            form = (num_bytes, request.grid.leaf_bytes, address % VECTOR_BYTES == 0)
+            alone.setdefault(form, []).append((number, address))
+    for (num_bytes, leaf_bytes, is_aligned), found in alone.items():
+        places, corners = [(number, 0) for number, _ in found], np.zeros((len(found), 0), np.int64)
+        addresses = np.array([address for _, address in found], np.int64)
+        chunks, full = _chunks(num_bytes, leaf_bytes)
+        shape, memory = _shape(chunks, whole=full and is_aligned, rows=False), requests[found[0][0]].parts[0].memory
+        yield CellGroup(shape, memory, (), places, corners, addresses, num_bytes, leaf_bytes, num_bytes, 0)
+
+
+def _address_of_one_cell(request: CellRequest) -> int | None:
+    """Of a tensor in one piece that is one cell and can be hashed where it is; None: look closer.
+
+    Of thousands of small tensors each costs what is done here, a hundredth of what `_groups` takes for one.
+    """
+    grid = request.grid
+    if len(request.parts) != 1 or [*request.numbers[:2]] != [0] or grid.cell != grid.shape:
+        return None
+    memory = request.parts[0].memory  # which is all of the tensor if it has its shape
+    if memory.shape != grid.shape or not memory.numel() or not memory.is_contiguous() or grid.leaf_bytes % WORD_BYTES:
+        return None
+    address = memory.data_ptr()
+    return None if address % WORD_BYTES else address
+
+
+def _chunks(num_bytes: int, leaf_bytes: int) -> tuple[int, bool]:
+    """Chunks of BLAKE3 in the longest leaf of so many bytes, and whether all chunks of all leaves are full."""
+    chunks = max(1, -(-min(leaf_bytes, num_bytes) // CHUNK_BYTES))
+    return chunks, bool(num_bytes) and num_bytes % leaf_bytes == 0 and leaf_bytes % CHUNK_BYTES == 0
 
 
 def _groups(number: int, request: CellRequest) -> Iterator[CellGroup]:
@@ -143,8 +178,7 @@ def _group(
 ) -> CellGroup:
     item_bytes, leaf_bytes = request.item_bytes, request.grid.leaf_bytes
     num_bytes = math.prod(sizes) * item_bytes
-    chunks = max(1, -(-min(leaf_bytes, num_bytes) // CHUNK_BYTES))
-    full = bool(num_bytes) and num_bytes % leaf_bytes == 0 and leaf_bytes % CHUNK_BYTES == 0
+    chunks, full = _chunks(num_bytes, leaf_bytes)
     found = _rows(sizes, memory.stride(), item_bytes)
     if found is not None:
         row_bytes, step_bytes = found

@@ -32,10 +32,13 @@ def random_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """A tensor of random bits."""
+def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0, device: torch.device = CPU) -> torch.Tensor:
+    """A tensor of random bits.
+
+    They are moved as bytes: torch neither copies raw memory of quantized dtypes, nor complex32 without a warning.
+    """
     num_bytes = Spec("uint8", shape).num_elements * dtype.itemsize
-    return random_bytes(num_bytes, seed).view(dtype).view(shape)
+    return random_bytes(num_bytes, seed).to(device).view(dtype).view(shape)
 
 
 def answers(hasher: Hasher, requests: list[CellRequest]) -> dict[tuple[int, int], bytes]:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from cas_ckpt.objects.spec import Box
+from cas_ckpt.training.capture import tensors
 from cas_ckpt.training.capture.tensors import CopiedTensor
+from cas_ckpt.training.device import together
+from cas_ckpt.training.device.copies import on_own_stream
 from cas_ckpt.training.device.trust import DeviceHasher, hash_with
 from tests.training.device.hashing import CPU
 
@@ -37,6 +40,23 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Box]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(CopiedTensor, "read", counted)
+        yield found
+
+
+@contextmanager
+def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+    """The device of each wait for copies to the host."""
+    found: list[torch.device] = []
+
+    @contextmanager
+    def counted(device: torch.device) -> Iterator[None]:
+        with on_own_stream(device):
+            yield
+        found.append(device)
+
+    with monkeypatch.context() as patch:
+        for module in (tensors, together):
+            patch.setattr(module, "on_own_stream", counted)
         yield found
 
 
