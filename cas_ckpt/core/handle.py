@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import filterfalse
 from operator import not_
 from typing import TYPE_CHECKING, Any, cast
@@ -59,7 +59,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
-from cas_ckpt.objects.pack import PACK_PREFIX, Location, is_pack
+from cas_ckpt.objects.pack import PACK_PREFIX, Location, PackKind, is_pack
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
@@ -128,7 +128,9 @@ class RepositoryHandle(Uncopied):
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self.instance, self.seen_by = secrets.token_bytes(8), b""
+        # Some of what is stored; and how many extents the index has if these are all chunks of it, each stored once.
         self._known: set[bytes] | None = None
+        self._num_known_extents = 0
         # Packs that this handle saw in its own store, those of them that may be relied on, and those never again.
         self._present: dict[str, int] = {}
         self._live: set[str] = set()
@@ -490,7 +492,9 @@ class RepositoryHandle(Uncopied):
                 if pack.key not in self._condemned:
                     self._live.add(pack.key)
                     if known is not None:
-                        known.update(entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves)
+                        whole = [entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves]
+                        known.update(whole)
+                        self._num_known_extents += len(whole) if pack.kind is PackKind.DATA else 0
             if known is not None and len(known) > MOST_KNOWN:
                 self._known = None
 
@@ -535,6 +539,24 @@ class RepositoryHandle(Uncopied):
                 known.update(filterfalse(absent.__contains__, missing))
         return list(map(not_, map(absent.__contains__, digests)))
 
+    def known_to_commit(self) -> Callable[[Sequence[Digest]], list[bool]]:
+        """`known` for one commit, which asks the index only if it has, at the first miss, chunks that memory has not.
+
+        A query for each chunk that is new takes as much of the interpreter's lock as all else that is done for it.
+        """
+        has_all: list[bool] = []
+
+        def known(digests: Sequence[Digest]) -> list[bool]:
+            found = self._known_set()
+            answers = list(map(found.__contains__, digests))
+            if all(answers):
+                return answers
+            if not has_all:
+                has_all.append(self.index.read(contents.chunks_at_most) == self._num_known_extents)
+            return answers if has_all[0] else self.known(digests)
+
+        return known
+
     def all_stored(self, digests: Sequence[Digest]) -> bool:
         """Whether all of these objects are in packs that a commit may rely on: `known` for few, asked one by one."""
         located = self.index.read(contents.locate, digests)
@@ -547,11 +569,12 @@ class RepositoryHandle(Uncopied):
     def _known_set(self) -> set[bytes]:
         with self._lock:
             if self._known is None:
-                self._known = set()
+                self._known, self._num_known_extents = set(), 0
                 if self.index.read(contents.chunks_at_most) <= WHOLE_SET_CHUNKS:
                     # Of one moment: no id may come from a pack whose rows come or go between two looks.
                     chunks, packs = self.index.read(contents.chunks_and_packs)
-                    self._known = chunks if packs <= self._live else set()
+                    if packs <= self._live:
+                        self._known, self._num_known_extents = chunks, len(chunks)
             return self._known
 
     def _is_complete(self, places: Sequence[Location]) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
@@ -17,6 +19,7 @@ from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import Generation, RefKind, new_move
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, NotFoundError, PermissionDeniedError
+from cas_ckpt.index import contents
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.storage.file import FileStore
@@ -46,6 +49,41 @@ def test_a_condemned_pack_is_not_relied_on_after_a_reader_met_it_again(tmp_path:
     for key in condemned:
         handle.store.delete(key)
     assert same_bytes(stored_arrays(RepositoryHandle.open(tmp_path / "repo"), info.root)["w"], OLD["w"])
+
+
+@contextmanager
+def reads_of_the_index(handle: RepositoryHandle) -> Iterator[list[object]]:
+    """One entry for each time that the block reads the index."""
+    found: list[object] = []
+
+    @event.listens_for(handle.index._database.engine, "checkout")
+    def look(connection: object, *_: object) -> None:
+        found.append(connection)
+
+    yield found
+    event.remove(handle.index._database.engine, "checkout", look)
+
+
+def test_a_commit_of_many_new_chunks_asks_the_index_once(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, OLD)
+    stored = [Digest(each) for each in handle.index.read(contents.chunk_digests)]
+    known = handle.known_to_commit()
+    new = [Digest(bytes([number]) * 32) for number in range(9)]
+    with reads_of_the_index(handle) as reads:
+        assert known(stored) == [True] * len(stored)
+        assert not reads
+        assert [known([digest, stored[0]]) for digest in new] == [[False, True]] * len(new)
+    assert len(reads) == 1
+
+
+def test_a_commit_finds_the_chunks_that_another_handle_has_written_since_the_last_one(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, OLD)
+    other = RepositoryHandle.open(tmp_path / "repo")
+    commit(other, OTHER)
+    written = [Digest(each) for each in other.index.read(contents.chunk_digests)]
+    assert handle.known_to_commit()([*written, Digest(b"\1" * 32)]) == [*[True] * len(written), False]
 
 
 def test_a_branch_is_not_pointed_at_a_commit_in_condemned_packs(tmp_path: Path) -> None:

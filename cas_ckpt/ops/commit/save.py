@@ -230,7 +230,7 @@ def save_chunks(
     # Ranks share the medium, and what each has for cells that straddle them is planned beside so many packs.
     num_writers = room.num_writers if straddling is None else min(room.num_writers, NUM_WRITERS)
     sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat, num_writers=num_writers)
-    claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
+    claims, policy = Claims(handle.known_to_commit()), EncodingPolicy(handle.config.encoding)
     buffers = Buffers()
     progress.start("hashing", num_bytes)
     try:
