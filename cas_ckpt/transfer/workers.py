@@ -10,8 +10,10 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, repeat
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from cas_ckpt import clock
@@ -43,6 +45,28 @@ def thread_count(asked: int | None, *, most: int | None = None) -> int:
     if number:
         return number
     return default_threads() if most is None else max(1, min(default_threads(), most))
+
+
+def core_of_main_thread() -> int | None:
+    """The core that this process's main thread, in general the one that trains, ran on last; None: not known."""
+    try:
+        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def leave_core(core: int | None, *, pid: int) -> None:
+    """Let this thread, and those that it starts, run on all cores but one of which process `pid` may, if there are any.
+
+    The threads of a commit are more than the cores that training leaves over: some of them would begin on the core that
+    trains, which is then interrupted and finds its caches emptied.
+    """
+    if core is None:
+        return
+    with suppress(OSError):  # the process is gone, or cores were taken from it meanwhile: it runs where it may
+        others = os.sched_getaffinity(pid) - {core}
+        if others:
+            os.sched_setaffinity(0, others)
 
 
 def start(thread: threading.Thread) -> None:

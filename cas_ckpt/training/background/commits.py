@@ -45,7 +45,7 @@ from cas_ckpt.training.device.unchanged import leave_out
 from cas_ckpt.training.verbs import captured
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
 from cas_ckpt.transfer.staging import Arena, StagingPool
-from cas_ckpt.transfer.workers import thread_count
+from cas_ckpt.transfer.workers import core_of_main_thread, leave_core, thread_count
 
 VERB = "commit_async"
 
@@ -293,9 +293,10 @@ class _Commit:
         self.may_begin.set()
 
     def run(self) -> CommitInfo:
-        """Make it, in the thread of the queue."""
+        """Make it, in the thread of the queue, which ends with the commits that it was started for."""
         try:
             self.may_begin.wait()
+            leave_core(core_of_main_thread(), pid=os.getpid())
             for each in self._after:
                 each.wait()
             self._after = ()

@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 from cas_ckpt import clock
@@ -29,6 +28,7 @@ from cas_ckpt.ops.commit.process.sources import make_source
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
 from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
 from cas_ckpt.transfer.serving import Served, serve
+from cas_ckpt.transfer.workers import leave_core
 
 SIGN, PEERS, LOOK, PUBLISH = "sign", "peers", "look", "publish"
 """What a worker asks beside what it asks of sources; the last: whether the commit of an id may be published."""
@@ -60,7 +60,7 @@ class Commits:
 
     def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
         """The commit, and the head after it. Once it is made, nothing here reads or writes."""
-        _leave(given["core"])
+        leave_core(given["core"], pid=os.getppid())
         _log_to(served, given["log_level"])
         handle = self._opened(given["repository"])
         if given["era"] != self._era:  # what was frozen may hold other bytes now, rightly
@@ -85,18 +85,6 @@ class Commits:
             url, index_place, cache = place
             self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
         return self._handle
-
-
-def _leave(core: int | None) -> None:
-    """Let this thread, and those that it starts, run on all cores but one, if there are others.
-
-    The threads of a commit are more than the cores that training leaves over; the niceness alone lets some of them
-    begin on the core that trains, which is then interrupted and finds its caches emptied.
-    """
-    others = os.sched_getaffinity(0) - {core}
-    if others:
-        with suppress(OSError):  # cores were taken from the process meanwhile: it runs where it may
-            os.sched_setaffinity(0, others)
 
 
 class AskedKey:

@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -52,6 +51,7 @@ from cas_ckpt.transfer.hashing import SummingSource, as_raw
 from cas_ckpt.transfer.peers import SOLO, Peers, report_instead
 from cas_ckpt.transfer.sent_errors import pack_error, packed_traceback, unpack_error
 from cas_ckpt.transfer.staging import Arena
+from cas_ckpt.transfer.workers import core_of_main_thread
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -219,7 +219,7 @@ class CommitWorker:
             "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
             "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
-            "era": era, "core": _core_of_main_thread(), "limits": asdict(current_limits()),
+            "era": era, "core": core_of_main_thread(), "limits": asdict(current_limits()),
             "log_level": _LOGGER.getEffectiveLevel(),
         }  # fmt: skip
 
@@ -311,14 +311,6 @@ class CommitWorker:
         with self._starting:
             self._is_closed = True
         self._discard()
-
-
-def _core_of_main_thread() -> int | None:
-    """The core that this process's main thread, in general the one that trains, ran on last; None: not known."""
-    try:
-        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 def _cache(handle: RepositoryHandle) -> str | None:
