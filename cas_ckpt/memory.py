@@ -30,6 +30,9 @@ LEAST_DEFAULT_BYTES = 64 * 1000**2
 PROC = Path("/proc")
 """Where Linux says what the machine has and which control groups this process is in."""
 
+_RELEASING_BYTES = 256 * 1024
+"""A copy at least this large is worth letting other threads run meanwhile."""
+
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 _IN_USE = ("memory.current", "memory.usage_in_bytes")
 _DROPPED = frozenset({"active_file", "inactive_file", "total_active_file", "total_inactive_file"})
@@ -85,6 +88,16 @@ def ask_for_large_pages(mapping: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them: slower, not wrong
             mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy flat bytes; other threads run meanwhile where that is worth it."""
+    if source.nbytes < _RELEASING_BYTES:
+        target[:] = source
+    else:  # numpy gives up the interpreter's lock, a memoryview does not
+        import numpy as np  # not above: reading a log needs none of it
+
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def available_bytes(proc: Path | None = None) -> int:

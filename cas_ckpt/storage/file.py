@@ -39,7 +39,7 @@ from typing import Self
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError
-from cas_ckpt.memory import new_buffer
+from cas_ckpt.memory import copy_bytes, new_buffer
 from cas_ckpt.native import Part
 from cas_ckpt.storage.disk import (
     Descriptor,
@@ -86,9 +86,6 @@ KEPT_BUFFERS = 2
 
 STRAIGHT_BYTES = 1 << 20
 """A piece at least this large is written from where it is, if it is aligned."""
-
-_RELEASING_BYTES = 256 << 10
-"""A copy at least this large is worth letting other threads run meanwhile."""
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -151,7 +148,7 @@ class FileWriter:
                     rest = rest[done:]
                     continue
                 taken = min(rest.nbytes, self._buffer.nbytes - self._filled)
-                _copy(self._buffer[self._filled : self._filled + taken], rest[:taken])
+                copy_bytes(self._buffer[self._filled : self._filled + taken], rest[:taken])
                 self._filled += taken
                 if self._filled == self._buffer.nbytes:
                     self._choose()
@@ -247,15 +244,6 @@ def _address(view: memoryview) -> int:
     import numpy as np  # not above: reading a log needs none of it
 
     return int(np.frombuffer(view, np.uint8).ctypes.data)
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    if source.nbytes < _RELEASING_BYTES:
-        target[:] = source
-    else:  # numpy lets other threads run during a large copy, a memoryview does not
-        import numpy as np
-
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})

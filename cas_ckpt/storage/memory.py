@@ -1,7 +1,9 @@
 """A store in a dict: for tests, demos and `memory://` repositories.
 
-Invariant: values are immutable bytes, replaced under one lock, so that a view of an older
-value stays what it was. Must not know: files, URLs.
+Long values are mapped memory, which grows without a copy and is filled while other threads run.
+
+Invariant: nobody writes into a value, and values are replaced under one lock, so that a view of an older one stays what
+it was. Must not know: files, URLs.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
+from cas_ckpt.memory import copy_bytes, new_buffer
 from cas_ckpt.native import Part
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
@@ -31,6 +34,20 @@ from cas_ckpt.storage.store import (
 )
 from cas_ckpt.uncopied import Uncopied
 
+MAPPED_BYTES = 1 << 20
+"""Values at least this long are mapped."""
+
+_Value: TypeAlias = bytes | memoryview
+
+
+def _copied(data: Buffer) -> _Value:
+    view = byte_view(data)
+    if view.nbytes < MAPPED_BYTES:
+        return bytes(view)
+    value = memoryview(new_buffer(view.nbytes))
+    copy_bytes(value, view)
+    return value.toreadonly()
+
 
 class MemoryStore(Uncopied):
     """A `Store` whose values live as long as the object does."""
@@ -40,7 +57,7 @@ class MemoryStore(Uncopied):
     def __init__(self, *, url: str = "memory://") -> None:
         """An empty store; `url` is what it answers when asked for its name."""
         self.url = url
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, _Value] = {}
         self._lock = threading.RLock()
 
     def get(self, key: str) -> bytes:
@@ -48,9 +65,9 @@ class MemoryStore(Uncopied):
         value = self._value(key)
         if len(value) > MOST_VALUE_BYTES:
             raise too_long(key, len(value))
-        return value
+        return bytes(value)
 
-    def _value(self, key: str) -> bytes:
+    def _value(self, key: str) -> _Value:
         check_key(key)
         try:
             return self._values[key]
@@ -69,12 +86,12 @@ class MemoryStore(Uncopied):
         """See `Store.get_tail`."""
         check_range(key, 0, length)
         value = self._value(key)
-        return len(value), value[max(0, len(value) - length) :]
+        return len(value), bytes(value[max(0, len(value) - length) :])
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         """See `Store.read_into`; everything is in memory, so the answer is always True."""
         view = writable_view(target)
-        view[:] = self.get_range(key, offset, view.nbytes)
+        copy_bytes(view, self.get_range(key, offset, view.nbytes))
         return True
 
     def read_leaves(
@@ -92,7 +109,7 @@ class MemoryStore(Uncopied):
     def put(self, key: str, data: Buffer) -> None:
         """See `Store.put`; durable only while the process lives, as `abilities` say."""
         check_key(key)
-        value = bytes(byte_view(data))
+        value = _copied(data)
         with self._lock:
             self._values[key] = value
 
@@ -103,7 +120,9 @@ class MemoryStore(Uncopied):
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """See `Store.put_if_absent`."""
         check_key(key)
-        value = bytes(byte_view(data))
+        self._create(key, _copied(data))
+
+    def _create(self, key: str, value: _Value) -> None:
         with self._lock:
             if key in self._values:
                 raise already_there(key)
@@ -112,7 +131,7 @@ class MemoryStore(Uncopied):
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
         """See `Store.compare_and_swap`."""
         check_key(key)
-        value = bytes(byte_view(data))
+        value = _copied(data)
         with self._lock:
             current = self._values.get(key)
             if current is None or current != expected:
@@ -146,26 +165,43 @@ class MemoryWriter:
     def __init__(self, store: MemoryStore, key: str) -> None:
         self._store = store
         self._key = key
-        self._data = bytearray()
+        self._data = new_buffer(MAPPED_BYTES)
+        self._filled = 0
         self._open = True
 
     def write(self, data: Buffer) -> None:
         """See `StreamWriter.write`."""
         self._require_open()
         self._open = False  # poisoned, should the next line raise
-        self._data += byte_view(data)
+        view = byte_view(data)
+        end = self._filled + view.nbytes
+        if end > len(self._data):
+            self._resize(max(end, 2 * len(self._data)))
+        copy_bytes(memoryview(self._data)[self._filled : end], view)
+        self._filled = end
         self._open = True
+
+    def _resize(self, num_bytes: int) -> None:
+        try:
+            self._data.resize(num_bytes)  # pages are moved, their bytes are not
+        except SystemError:  # this system cannot
+            former, self._data = memoryview(self._data)[: min(self._filled, num_bytes)], new_buffer(num_bytes)
+            copy_bytes(memoryview(self._data)[: len(former)], former)
 
     def commit(self) -> None:
         """See `StreamWriter.commit`."""
         self._require_open()
         self._open = False
-        self._store.put_if_absent(self._key, self._data)
+        if self._filled < MAPPED_BYTES:
+            self._store.put_if_absent(self._key, memoryview(self._data)[: self._filled])
+        else:
+            self._resize(self._filled)
+            self._store._create(self._key, memoryview(self._data).toreadonly())
 
     def abort(self) -> None:
         """See `StreamWriter.abort`."""
         self._open = False
-        self._data = bytearray()
+        self._data = new_buffer(1)
 
     def _require_open(self) -> None:
         if not self._open:

@@ -42,6 +42,7 @@ from cas_ckpt.errors import (
     TooLargeError,
     TransientStorageError,
 )
+from cas_ckpt.memory import copy_bytes
 from cas_ckpt.storage.bucket import ABSENT, Bucket, ConditionFailed, Listed
 from cas_ckpt.storage.listing_order import by_code_points
 from cas_ckpt.storage.object_reads import EndsBefore, ObjectReads
@@ -444,7 +445,7 @@ class ObjectWriter:
             if self._filled == len(self._buffer):
                 self._send()
             taken = min(view.nbytes, len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + taken] = view[:taken]
+            copy_bytes(memoryview(self._buffer)[self._filled : self._filled + taken], view[:taken])
             self._filled += taken
             view = view[taken:]
         self._upload.check()
