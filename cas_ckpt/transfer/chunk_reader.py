@@ -40,7 +40,7 @@ class VerifiedExtent:
     digests: bytes
 
 
-def all_leaves(extent: ExtentInfo) -> Sequence[tuple[int, int]]:
+def all_leaves(extent: ExtentInfo | Location) -> Sequence[tuple[int, int]]:
     """Those of the extent, as (first, stop) runs."""
     return [(extent.first_leaf, extent.first_leaf + extent.num_leaves)]
 

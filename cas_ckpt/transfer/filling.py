@@ -9,7 +9,8 @@ Invariant: what fills a target was verified: see chunk_reader.py. Starts no thre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -45,24 +46,39 @@ class ChunkPart:
     box: Box | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """Of the cell."""
+        return math.prod(self.cell or self.place.sizes) * self.item_bytes
+
+    @property
     def wanted(self) -> tuple[tuple[int, ...], Box]:
         """Sizes of the cell, and what is wanted of it."""
         cell = self.cell or self.place.sizes
         return cell, self.box or Box((0,) * len(cell), cell)
 
-    def open(self, start: int, stop: int) -> Iterator[tuple[Box, Array, Part]]:
+    def open(self, start: int, stop: int, opened: dict[tuple[int, Box], Array]) -> Iterator[tuple[Box, Array, Part]]:
         """The memory of what is wanted of the bytes start .. stop of the chunk: whole elements.
 
+        Args:
+            opened: What was opened before, and is not in place.
         Returns:
             For each box of the target: the box, what `target.open` gave, and that as raw items of the cell.
         """
+        if self.box is None and not start and stop == self.num_bytes:  # the most frequent case, at a third of the cost
+            array = self._array(self.place, opened)
+            yield self.place, array, as_raw(array, self.item_bytes)
+            return
         cell, wanted = self.wanted
         for run in runs_of_boxes(cell, start // self.item_bytes, stop // self.item_bytes):
             if common := Box(*run).intersect(wanted):
                 offsets = zip(self.place.offsets, common.offsets, wanted.offsets, strict=True)
                 place = Box(tuple(own + there - first for own, there, first in offsets), common.sizes)
-                array = self.target.open(place)
+                array = self._array(place, opened)
                 yield place, array, (as_raw(array, self.item_bytes), cell, common.offsets)
+
+    def _array(self, place: Box, opened: dict[tuple[int, Box], Array]) -> Array:
+        found = opened.pop((id(self), place), None) if opened else None
+        return self.target.open(place) if found is None else found
 
 
 @dataclass(slots=True)
@@ -80,6 +96,7 @@ class StoredChunk:
         touched: Something was written into the targets of its parts.
         filled: All parts have their bytes already.
         past_cache: It was verified, but by a read that left nothing in the page cache.
+        opened: Memory that a target gave, by part and box, and that could not be filled from where it was tried.
     """
 
     key: str
@@ -93,6 +110,7 @@ class StoredChunk:
     touched: bool = False
     filled: bool = False
     past_cache: bool = False
+    opened: dict[tuple[int, Box], Array] | None = None
 
     def to_verify(self, info: ExtentInfo) -> Sequence[tuple[int, int]]:
         """Leaves of an extent that are verified, whoever fills the parts."""
@@ -181,25 +199,30 @@ class ChunkFiller:
                 "bytes, where elements would be cut: run repo.rebuild_index()"
             )
         chunk.touched = True
-        self.reader.place(extent, _opened(chunk, info), partial(leaves_of, chunk), is_verified=is_verified)
+        with closing(_opened(chunk, info)) as batches:
+            self.reader.place(extent, batches, partial(leaves_of, chunk), is_verified=is_verified)
 
 
-def _opened(chunk: StoredChunk, info: ExtentInfo) -> Iterator[list[Part]]:
+def _opened(chunk: StoredChunk, info: ExtentInfo) -> Generator[list[Part], None, None]:
     """The memory of what all parts want of an extent, in batches; each is in place when the next one is asked for.
 
     Memory that may be no view of a target is so bounded, however many want the same bytes.
     """
     start = info.first_leaf * info.leaf_bytes
-    left = list(reversed(chunk.parts))
+    left, opened = list(reversed(chunk.parts)), chunk.opened or {}
     while True:
         batch: list[tuple[ChunkPart, Box, Array, Part]] = []
         num_bytes = 0
-        while left and num_bytes < chunk.num_bytes:
+        while left and num_bytes < 2 * chunk.num_bytes:
             part = left.pop()
-            for each in part.open(start, start + info.plain_bytes):
+            for each in part.open(start, start + info.plain_bytes, opened):
                 batch.append((part, *each))
                 num_bytes += 0 if isinstance(part.target, NewArray) else each[1].nbytes
-        yield [each[-1] for each in batch]
+        try:
+            yield [each[-1] for each in batch]
+        except GeneratorExit:
+            chunk.opened = {(id(part), place): array for part, place, array, _ in batch}
+            raise
         for part, place, array, _ in batch:
             part.target.done(place, array)
         if not left:
@@ -216,11 +239,13 @@ def cell_part(key: str, target: ArrayTarget, item_bytes: int, cell: Box, box: Bo
     return ChunkPart(key, target, item_bytes, place, cell.sizes, box.relative_to(cell))
 
 
-def leaves_of(chunk: StoredChunk, info: ExtentInfo | Location) -> list[tuple[int, int]]:
+def leaves_of(chunk: StoredChunk, info: ExtentInfo | Location) -> Sequence[tuple[int, int]]:
     """The leaves of an extent that the parts of the chunk touch, as (first, stop) runs, ascending.
 
     Of a chunk that is not read by leaves: all from the first to the last of them.
     """
+    if not chunk.by_leaves and any(part.box is None for part in chunk.parts):
+        return all_leaves(info)
     found: set[int] = set()
     begin, end = info.first_leaf, info.first_leaf + info.num_leaves
     for part in chunk.parts:
