@@ -222,13 +222,15 @@ def decode_values(
 
     children: dict[Any, Item] = {}
     for name, child in tree.children.items():
-        if isinstance(child, Container):
+        if type(child) is StoredTensor and child.flavor != Flavor.VALUE:
+            children[name] = child
+        elif isinstance(child, Container):
             below = f"{prefix}{render_name(name)}/"
             children[name] = decode_values(child, read_value=read_value, allow_pickle=allow_pickle, prefix=below)
         elif isinstance(child, EncodedValue):
             key = prefix + render_name(name)
             children[name] = ValueItem(decode_value(child.data, key=key, allow_pickle=allow_pickle))
-        elif isinstance(child, StoredTensor) and child.flavor == Flavor.VALUE:
+        elif isinstance(child, StoredTensor):
             key = prefix + render_name(name)
             data = child.inline if child.inline is not None else read_value(key, child)
             children[name] = ValueItem(decode_value(data, key=key, allow_pickle=allow_pickle))

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,7 +39,7 @@ from cas_ckpt.objects.digest import (
     pack_map,
     unpack_canonical,
 )
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import Grid, Spec, shared_spec
 from cas_ckpt.objects.state import Flavor, Name
 from cas_ckpt.signing.sshsig import MAX_SIGNATURE_BYTES
 
@@ -223,7 +224,7 @@ class ContainerEntry:
     node: Digest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as TensorItem
 class TensorEntry:
     """A tensor: by the id of its tensor node, or of its only chunk (`single`), or inline."""
 
@@ -270,8 +271,8 @@ class EntryForm(IntEnum):
 
 _CONTAINER, _TENSOR, _CHUNK, _INLINE, _VALUE, _PAGE = map(int, EntryForm)
 
-_Row: TypeAlias = tuple[list[Any], Digest | None]
-"""An entry as it is written, and the node that it names."""
+_Row: TypeAlias = list[Any]
+"""An entry as it is written: its name, its form, and what the form has; bytes come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +298,7 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
     in six zero bits, so that inserting one entry rewrites one page and not all that follow
     (the idea of prolly trees, as in Dolt and Noms).
     """
-    rows = [_entry_row(entry) for entry in sorted(entries, key=lambda entry: name_order(entry.name))]
+    rows = [_entry_row(entry) for entry in _by_name(entries)]
     made: list[Node] = []
     height = 0
     while True:
@@ -306,7 +307,7 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
             break
         pages = [_tree_node(ObjectKind.TREE_PAGE, [(_HEIGHT, pack_canonical(height))], part) for part in parts]
         made += pages
-        rows = [([part[0][0][0], _PAGE, page.digest], page.digest) for part, page in zip(parts, pages, strict=True)]
+        rows = [[part[0][0], _PAGE, page.digest] for part, page in zip(parts, pages, strict=True)]
         height += 1
     head = [(_HEIGHT, pack_canonical(height)), (_KIND, pack_canonical(kind)), (_ATTRS, pack_canonical(attrs))]
     made.append(_tree_node(ObjectKind.TREE, head, rows))
@@ -314,24 +315,26 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
 
 
 def _tree_node(kind: ObjectKind, head: list[tuple[bytes, bytes]], rows: Sequence[_Row]) -> Node:
-    plain: list[list[Any]] = []
-    children: dict[Digest, None] = {}
-    for row, child in rows:
-        plain.append(row)
-        if child is not None:
-            children[child] = None
-    return packed_node(kind, pack_map([*head, (_ENTRIES, pack_atom(plain))]), children)
+    children = dict.fromkeys(row[-1] for row in rows if row[1] != _INLINE and row[1] != _VALUE)
+    return packed_node(kind, pack_map([*head, (_ENTRIES, pack_atom(rows))]), children)
+
+
+def _by_name(entries: Sequence[Entry]) -> list[Entry]:
+    try:
+        return sorted(entries, key=attrgetter("name"))  # code points are in the order of their UTF-8 bytes
+    except TypeError:  # numbers and strings
+        return sorted(entries, key=lambda entry: name_order(entry.name))
 
 
 def _entry_row(entry: Entry) -> _Row:
+    name = _wire_name(entry.name)
     if isinstance(entry, ValueEntry):
-        return [_wire_name(entry.name), _VALUE, entry.data], None
+        return [name, _VALUE, entry.data]
     if isinstance(entry, ContainerEntry):
-        return [_wire_name(entry.name), _CONTAINER, entry.node], entry.node
-    form = _INLINE if entry.node is None else _CHUNK if entry.single else _TENSOR
-    head = [_wire_name(entry.name), form]
-    spec = [entry.spec.dtype, list(entry.spec.shape), FLAVORS.index(entry.flavor)]
-    return [*head, *spec, entry.inline if entry.node is None else entry.node], entry.node
+        return [name, _CONTAINER, entry.node]
+    spec, node = entry.spec, entry.node
+    form, data = (_INLINE, entry.inline) if node is None else (_CHUNK if entry.single else _TENSOR, node)
+    return [name, form, spec.dtype, list(spec.shape), FLAVORS.index(entry.flavor), data]
 
 
 def _wire_name(name: Name) -> Name | bytes:
@@ -347,23 +350,14 @@ def _wire_name(name: Name) -> Name | bytes:
 
 def _cut(rows: list[_Row]) -> list[list[_Row]]:
     """Pages of consecutive rows; one page when all fit one."""
-    weights, total = [], 0
-    for row, _ in rows:
-        name, last = row[0], row[-1]
-        length = (
-            8 if isinstance(name, int) else len(name if isinstance(name, bytes) or name.isascii() else name.encode())
-        )
-        weight = ENTRY_WEIGHT + length + (len(last) if isinstance(last, bytes) else 0)
-        weights.append(weight)
-        total += weight
-    if len(rows) <= PAGE_ENTRIES and total <= PAGE_WEIGHT:
+    weights = [_weight(row) for row in rows]
+    if len(rows) <= PAGE_ENTRIES and sum(weights) <= PAGE_WEIGHT:
         return [rows]
     parts, start, weight = [], 0, 0
-    for at, (row, _) in enumerate(rows):
-        weight += weights[at]
+    for at, (more, ends) in enumerate(zip(weights, _boundaries(tuple([row[0] for row in rows])), strict=True)):
+        weight += more
         # A page always holds two rows at least, so that every level is half as long.
-        full = at > start and (weight >= PAGE_WEIGHT or at + 1 - start >= PAGE_ENTRIES or _is_boundary(row[0]))
-        if full:
+        if (ends or weight >= PAGE_WEIGHT or at + 1 - start >= PAGE_ENTRIES) and at > start:
             parts.append(rows[start : at + 1])
             start, weight = at + 1, 0
     if start < len(rows):
@@ -371,10 +365,19 @@ def _cut(rows: list[_Row]) -> list[list[_Row]]:
     return parts
 
 
-@lru_cache(maxsize=1 << 16)
-def _is_boundary(name: Name | bytes) -> bool:
-    data = name if isinstance(name, bytes) else b"i%d" % name if isinstance(name, int) else name.encode()
-    return blake3(data).digest(length=1)[0] & _BOUNDARY_MASK == 0
+def _weight(row: _Row) -> int:
+    name = row[0]
+    length = 8 if isinstance(name, int) else len(name if isinstance(name, bytes) or name.isascii() else name.encode())
+    return ENTRY_WEIGHT + length + len(row[-1])
+
+
+@lru_cache(maxsize=16)
+def _boundaries(names: tuple[Name | bytes, ...]) -> bytes:
+    """1 where a page may end behind a name, else 0; kept for whole containers, which are committed again and again."""
+    datas = (
+        name if isinstance(name, bytes) else b"i%d" % name if isinstance(name, int) else name.encode() for name in names
+    )
+    return bytes(not blake3(data).digest(length=1)[0] & _BOUNDARY_MASK for data in datas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,18 +435,19 @@ def decode_rows(raw: RawTree) -> TreeNode:
     """The tree node (or page) with its rows decoded; errors as for `decode_tree`."""
     entries: list[Entry] = []
     pages: list[PageEntry] = []
-    before = None
+    before: Any = None
     for row in raw.rows:
         entry = decode_entry(row)
         if isinstance(entry, PageEntry):
-            order = name_order(entry.first)
+            name: Any = entry.first
             pages.append(entry)
         else:
-            order = name_order(entry.name)
+            name = entry.name
             entries.append(entry)
-        if before is not None and before >= order:
+        # As `name_order` has it: code points are in the order of their UTF-8 bytes.
+        if before is not None and (before >= name if type(before) is type(name) else type(name) is int):
             raise CorruptionError("the names of a tree node are out of order")
-        before = order
+        before = name
     if pages if raw.height == 0 else entries:
         raise CorruptionError("a tree node mixes entries and pages")
     return TreeNode(raw.kind, raw.attrs, raw.height, tuple(entries), tuple(pages))
@@ -467,23 +471,24 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
                 name = None
         if (type(name) is not str and type(name) is not int) or type(row[1]) is not int:
             raise CorruptionError("an entry of a tree node has no proper name or form")
-        match row[1:]:
-            case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if dtype and (
-                len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES
-            ):
+        form = row[1]
+        if _TENSOR <= form <= _INLINE and len(row) == 6:  # nearly all, and not by `match`, which takes as long again
+            _, _, dtype, shape, flavor, data = row
+            is_data = type(data) is bytes and type(dtype) is str and dtype != ""
+            if is_data and (len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES):
                 if type(flavor) is not int or not 0 <= flavor < len(FLAVORS):
                     raise CorruptionError(f"{flavor!r} is not a flavor of a tensor")
+                spec = (shared_spec if len(dtype) <= _MOST_CACHED else Spec)(dtype, checked_shape(shape))
+                is_known = spec.is_known  # else it is of a later version: whoever reads this entry refuses it
                 if form == _INLINE:
-                    spec = Spec(dtype, checked_shape(shape))
-                    if spec.is_known and len(data) != spec.num_bytes:
+                    if is_known and len(data) != spec.num_bytes:
                         raise CorruptionError(f"{name!r}: {len(data)} inline bytes for {spec}")
                     return TensorEntry(name, spec, FLAVORS[flavor], None, data)
-                known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
-                spec, fits = known(dtype, checked_shape(shape), form == _CHUNK)
-                if not fits:
+                if is_known and not INLINE_BYTES < spec.num_bytes <= (MAX_CELL_BYTES if form == _CHUNK else _MAX_SIZE):
                     where = "one chunk" if form == _CHUNK else "chunks"
                     raise CorruptionError(f"{name!r}: {spec} cannot be stored in {where}")
                 return TensorEntry(name, spec, FLAVORS[flavor], Digest(data), None, form == _CHUNK)
+        match row[1:]:
             case [0, bytes() as node] if len(node) == DIGEST_BYTES:
                 return ContainerEntry(name, Digest(node))
             case [4, bytes() as data] if len(data) <= INLINE_BYTES:
@@ -497,15 +502,6 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
 
 _MOST_CACHED = 64
 """Characters of a dtype that is remembered: a stranger's may be as long as a node."""
-
-
-@lru_cache(maxsize=4096)
-def _spec_in_chunks(dtype: str, shape: tuple[int, ...], single: bool) -> tuple[Spec, bool]:
-    """The spec, and whether such a tensor may be stored in chunks, or in one. Models repeat their shapes."""
-    spec = Spec(dtype, shape)
-    if not spec.is_known:  # a dtype of a later version: whoever reads this entry refuses it
-        return spec, True
-    return spec, INLINE_BYTES < spec.num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE)
 
 
 MAX_KIND_CHARS = 64

@@ -167,12 +167,6 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
-@lru_cache(maxsize=1 << 12)
-def _whole_box(shape: tuple[int, ...]) -> Box:
-    """Models repeat their shapes."""
-    return Box((0,) * len(shape), shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A part of a tensor, and the rank that gets it."""
@@ -181,19 +175,19 @@ class Delivery:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spec:
-    """Global shape (elements) and dtype name of a tensor."""
+    """Global shape (elements) and dtype name of a tensor; what follows from them is found once."""
 
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes per element."""
-        return DTYPE_BYTES.get(self.dtype) or dtype_bytes(self.dtype)
+        return dtype_bytes(self.dtype)
 
-    @property
+    @cached_property
     def is_known(self) -> bool:
         """Whether this version knows the dtype; a later one may have stored another."""
         if self.dtype in DTYPE_BYTES:
@@ -209,28 +203,34 @@ class Spec:
         """Bytes of the whole tensor, for showing: 0 if this version does not know the dtype."""
         return self.num_bytes if self.is_known else 0
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements of the whole tensor (1 for 0-d)."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.num_elements * self.item_bytes
 
-    @property
+    @cached_property
     def fits_array(self) -> bool:
         """Whether NumPy can have such an array: it multiplies the sizes of one without elements too."""
         return math.prod(filter(None, self.shape)) * self.item_bytes < 1 << 63
 
-    @property
+    @cached_property
     def box(self) -> Box:
         """The whole tensor as a box."""
-        return _whole_box(self.shape)
+        return Box((0,) * len(self.shape), self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@lru_cache(maxsize=1 << 12)
+def shared_spec(dtype: str, shape: tuple[int, ...]) -> Spec:
+    """The same Spec for all tensors that are alike: models repeat their shapes."""
+    return Spec(dtype, shape)
 
 
 @dataclass(frozen=True)

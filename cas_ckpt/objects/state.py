@@ -97,6 +97,13 @@ def bytes_read_at_once(source: ArraySource) -> int:
     return getattr(source, "read_bytes", 0)
 
 
+def whole_bytes(source: ArraySource, box: Box) -> bytes:
+    """All elements of a small `source` in C order; `box`: all of it. Some give them without an array (`to_bytes`)."""
+    to_bytes = getattr(source, "to_bytes", None)
+    data: bytes = source.read(box).tobytes() if to_bytes is None else to_bytes()
+    return data
+
+
 def is_private(source: ArraySource) -> bool:
     """Whether what `source` gives from now on belongs to the commit alone: hashed and written as it is, uncopied."""
     return getattr(source, "is_private", False)
@@ -183,7 +190,7 @@ class TensorItem:
     order: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as TensorItem
 class StoredTensor:
     """A tensor in a commit.
 
@@ -200,7 +207,7 @@ class StoredTensor:
     single: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as TensorItem
 class TensorCopy:
     """A stored tensor and the memory that it is to be brought into.
 

@@ -27,7 +27,7 @@ from cas_ckpt.objects.nodes import (
     decode_commit,
     make_node,
 )
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import Grid, Spec, shared_spec
 from cas_ckpt.objects.state import parse_key
 
 names = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=12))
@@ -181,7 +181,7 @@ def test_a_mutated_commit_raises_only_typed_errors(data: st.DataObject) -> None:
 
 
 def test_what_a_stranger_calls_a_dtype_is_remembered_only_if_it_is_short() -> None:
-    remembered = tree_node._spec_in_chunks.cache_info
+    remembered = shared_spec.cache_info
     for name, more in (("a later one", 1), ("x" * 1_000_000, 0)):
         before = remembered().currsize
         entry = tree_node.decode_entry(["k", 1, name, [2, 3, 5, 7, 11], 0, bytes(32)])

@@ -106,6 +106,28 @@ def test_reading_a_host_tensor_copies_nothing() -> None:
     assert view.strides == (4, 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_the_bytes_of_a_small_tensor_are_those_of_its_array_however_it_lies(dtype: torch.dtype) -> None:
+    whole = torch.randint(0, 2, (4, 6)).to(dtype)
+    for tensor in (whole, whole[1:3], whole.t(), whole[:, ::2], whole[2, 3], whole[:0], whole[1:2].expand(3, 6)):
+        source = elements_of(tensor)
+        assert isinstance(source, HostTensor)
+        assert source.to_bytes() == source.read(spec_of(tensor).box).tobytes()
+
+
+def test_a_target_takes_bytes_at_once_only_if_it_lies_as_they_do() -> None:
+    whole = torch.zeros(4, 6)
+    before, rows = whole._version, torch.ones(2, 6)
+    assert HostTensor(whole[1:3]).fill(HostTensor(rows).to_bytes())
+    assert whole._version == before + 1
+    assert whole.sum(1).tolist() == [0, 6, 6, 0]
+    assert not HostTensor(whole.t()).fill(bytes(96))
+    assert not HostTensor(whole[:, ::2]).fill(bytes(48))
+    assert not HostTensor(whole[0]).fill(bytes(28))
+    assert whole._version == before + 1
+    assert whole.sum(1).tolist() == [0, 6, 6, 0]
+
+
 def test_a_view_keeps_its_memory_alive() -> None:
     source = HostTensor(torch.full((1000,), 3.0))
     view = source.read(spec_of(source.tensor).box)

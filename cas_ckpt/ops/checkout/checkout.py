@@ -183,6 +183,9 @@ def _chunk(chunks: dict[Digest, StoredChunk], key: str, digest: Digest, num_byte
 
 def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
     """Fill boxes of a tensor whose bytes are in its tree node."""
+    fill, data = getattr(copy.target, "fill", None), copy.stored.inline
+    if fill is not None and data is not None and copy.box is None and copy.placement is None and fill(data):
+        return
     elements = inline_array(copy.stored)
     for box in boxes:
         place = box if copy.box is None else box.relative_to(copy.box)

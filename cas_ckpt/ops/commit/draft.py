@@ -25,7 +25,17 @@ from cas_ckpt.objects.nodes import (
     tree_nodes,
 )
 from cas_ckpt.objects.spec import Box, Spec, grid_for
-from cas_ckpt.objects.state import PLAIN_NAME, Container, EncodedValue, Flavor, Name, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.state import (
+    PLAIN_NAME,
+    Container,
+    EncodedValue,
+    Flavor,
+    Name,
+    TensorItem,
+    ValueItem,
+    render_name,
+    whole_bytes,
+)
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.transfer.save import TensorWork
 
@@ -87,7 +97,8 @@ class Draft:
         self._allow_pickle = allow_pickle
         self._prefix = prefix
         self._works: dict[Any, TensorWork] = {}
-        self._ties: dict[Any, list[str]] = {}
+        self._ties: dict[Any, str] = {}
+        self._aliases: dict[str, list[str]] = {}
         self.root = DraftContainer("", state.kind, None)
         self.tensors: list[DraftTensor] = []
         self.containers: dict[str, DraftContainer] = {}
@@ -113,7 +124,7 @@ class Draft:
             prefix = f"{key}/" if key else ""
             for name, item in container.children.items():
                 at = prefix + (name if type(name) is str and PLAIN_NAME.match(name) else render_name(name))
-                if isinstance(item, Container):
+                if type(item) is Container:
                     below = self.containers[at] = DraftContainer(name, item.kind, None)
                     made.entries.append(below)
                     waiting.append((item, below, at))
@@ -130,10 +141,12 @@ class Draft:
                     num_bytes = spec.num_bytes
                     if item.identity is not None and num_bytes:
                         tie = (item.identity[0], spec.dtype)
-                        self._ties.setdefault(tie, []).append(at)
+                        first = self._ties.setdefault(tie, at)
+                        if first is not at:
+                            self._aliases.setdefault(first, [first]).append(at)
                     if num_bytes <= INLINE_BYTES:
                         counts["total_bytes"] += num_bytes
-                        inline = item.source.read(spec.box).tobytes()
+                        inline = whole_bytes(item.source, spec.box)
                         made.entries.append(TensorEntry(name, spec, item.flavor, None, inline))
                         continue
                 elif isinstance(item, (ValueItem, EncodedValue)):
@@ -186,7 +199,7 @@ class Draft:
 
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Groups of keys that are one tensor in memory, each sorted, sorted."""
-        return tuple(sorted(tuple(sorted(keys)) for keys in self._ties.values() if len(keys) > 1))
+        return tuple(sorted(tuple(sorted(keys)) for keys in self._aliases.values()))
 
     def release(self) -> None:
         """Give its memory back, once its nodes are made: of a hundred thousand small tensors that is 50 MB."""

@@ -8,6 +8,7 @@ Must not know commits; keys only for messages.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from numpy.lib import format as npy_format
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
+from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype, shared_spec
 from cas_ckpt.objects.state import Container, Flavor, LeafHasher, Path, TensorItem, render_key
 from cas_ckpt.training.device.cells import DevicePart
 from cas_ckpt.training.device.copies import on_own_stream, to_device
@@ -88,7 +89,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 @lru_cache(maxsize=4096)
 def _spec(dtype: torch.dtype, shape: torch.Size) -> Spec:
     # Models repeat their shapes: one Spec for all is kinder to the garbage collector.
-    return Spec(DTYPE_NAMES[dtype], tuple(shape))
+    return shared_spec(DTYPE_NAMES[dtype], tuple(shape))
 
 
 def new_tensor(
@@ -224,6 +225,22 @@ class HostTensor:
             return bits  # not kept: of a hundred thousand small tensors it would be 60 MB
         self._bits = bits
         return bits[box.slices]
+
+    def to_bytes(self) -> bytes:
+        """See `whole_bytes`: a call for each of a hundred thousand small tensors, not four and an array."""
+        tensor = self.tensor
+        if tensor.is_contiguous():
+            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        return host_bits(tensor).tobytes()
+
+    def fill(self, data: bytes) -> bool:
+        """Bring all elements into place, as `open` and `done` would; False, if they do not lie as `data` does."""
+        tensor = self.tensor
+        if not tensor.is_contiguous() or tensor.nbytes != len(data):
+            return False
+        torch.autograd.graph.increment_version(tensor)
+        ctypes.memmove(tensor.data_ptr(), data, len(data))
+        return True
 
     def open(self, box: Box) -> Array:
         """See `ArrayTarget`; moves the version counter, so that autograd and `frozen=` see that the bytes changed."""

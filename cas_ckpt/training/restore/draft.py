@@ -49,6 +49,7 @@ from cas_ckpt.training.capture.tensors import (
     overlaps_itself,
     region_of_array,
     same_fields,
+    simple_item,
     spec_of,
     storage_bytes,
     supported,
@@ -56,7 +57,14 @@ from cas_ckpt.training.capture.tensors import (
 )
 from cas_ckpt.training.per_rank import GENERATOR, set_generator
 from cas_ckpt.training.restore.materialize import Builder, NewObjects
-from cas_ckpt.training.restore.memory import Memory, ReadOnlyMemory, memory_of_array, memory_of_tensor, overlapping
+from cas_ckpt.training.restore.memory import (
+    Memory,
+    ReadOnlyMemory,
+    memory_of_array,
+    memory_of_region,
+    memory_of_tensor,
+    overlapping,
+)
 
 SHOWN = 10
 """Keys of each kind that a message names before it counts."""
@@ -114,7 +122,7 @@ class Load:
     run: Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as TensorItem
 class Written:
     """Memory that a restore writes, and what into it.
 
@@ -235,8 +243,14 @@ class RestoreDraft:
             UnsupportedValueError: a kind of tensor that cannot be filled (meta, nested, ...).
         """
         placement: Placement | None = None
-        elements: ArrayTarget
-        if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
+        elements: Any
+        parts: Sequence[torch.Tensor] = ()
+        memories: list[Memory] = []
+        simple = simple_item(tensor) if type(tensor) in PLAIN_TENSORS else None
+        if simple is not None and simple.identity is not None:  # nearly all
+            found, elements, region = simple.spec, simple.source, simple.identity[0]
+            memories.append(memory_of_region(region))
+        elif type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
             divided = sharded(tensor, path, supported)  # each rank fills what it holds
             found, placement, parts = divided.spec, divided.placement, divided.locals
             elements, region, shared = divided.elements(), divided.region, "elements of the local tensor share memory"
@@ -247,7 +261,6 @@ class RestoreDraft:
             found, parts = spec_of(plain), (plain,)
             elements, region = elements_of(plain), memory_of(plain) if plain.numel() else None
             shared = "elements of the target share memory (expanded?)"
-        memories: list[Memory] = []
         overlaps = False
         for part in parts:
             memories += memory_of_tensor(part)
@@ -256,7 +269,7 @@ class RestoreDraft:
                 self.devices.add(part.device)
         if not isinstance(item, StoredTensor):
             self.faults.append(f"{render_key(path)}: the target is {found}, the commit holds {describe(item)}")
-        elif found != item.spec:
+        elif found is not item.spec and found != item.spec:
             self._note_other_spec(found, item, path)
         elif overlaps:
             self.faults.append(f"{render_key(path)}: {shared}: clone() it")

@@ -22,7 +22,7 @@ WORTH_BYTES = 1 << 20
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
     """Say that the memory of `tensor`, which is dense and not touched yet, may be of large pages."""
-    num_bytes = tensor.numel() * tensor.element_size()
+    num_bytes = tensor.nbytes
     if num_bytes < WORTH_BYTES or tensor.device.type != "cpu":
         return
     if (advise := _madvise()) is not None:

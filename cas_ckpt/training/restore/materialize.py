@@ -117,9 +117,9 @@ class NewObjects:
         fetch(self.copies)
         return build()
 
-    def memory_of(self, path: Path) -> int | Path:
-        """Names the memory of a tensor at `path`: equal for paths that are tied to one another."""
-        return self._group_of.get(path, path)
+    def group_of(self, path: Path) -> int | None:
+        """The number of those that are tied to the tensor at `path`; None: it has memory of its own."""
+        return self._group_of.get(path)
 
     def builder(self, item: Item, path: Path) -> Builder:
         """A builder for any item; its memory is allocated now."""
@@ -138,7 +138,7 @@ class NewObjects:
 
     def _tensor(self, stored: StoredTensor, path: Path) -> Any:
         """New memory, or that of a tensor which is tied to this one."""
-        group = self._group_of.get(path)
+        group = self.group_of(path)
         if group is None:
             return self._allocate(stored, path)
         if group not in self._shared:
@@ -149,7 +149,8 @@ class NewObjects:
         return shared
 
     def _allocate(self, stored: StoredTensor, path: Path) -> Any:
-        check_known(stored.spec, render_key(path))
+        if not (stored.spec.is_known and stored.spec.fits_array):
+            check_known(stored.spec, render_key(path))
         try:
             made, target = self._new(stored, path)
         except (RuntimeError, MemoryError) as error:
@@ -203,13 +204,16 @@ def check_bytes(tree: Item, made: NewObjects) -> None:
     Raises:
         TooLargeError: more bytes than the limit says, or than the system has available.
     """
-    tensors = [(path, item) for path, item in walk(tree) if isinstance(item, StoredTensor)]
-    in_host = [each for each in tensors if made.device.type == "cpu" or each[1].flavor == Flavor.NUMPY]
-    sizes: dict[int | Path, int] = {}
-    for path, item in in_host:
-        memory = made.memory_of(path)
-        sizes[memory] = max(sizes.get(memory, 0), _num_bytes(item))
-    wanted = sum(sizes.values())
+    on_host, wanted = made.device.type == "cpu", 0
+    tied: dict[int, int] = {}
+    for path, item in walk(tree):
+        if isinstance(item, StoredTensor) and (on_host or item.flavor == Flavor.NUMPY):
+            group = made.group_of(path)
+            if group is None:
+                wanted += _num_bytes(item)
+            else:
+                tied[group] = max(tied.get(group, 0), _num_bytes(item))
+    wanted += sum(tied.values())
     most = current_limits().max_bytes or max(available_bytes(), _ALWAYS_BYTES)
     if wanted > most:
         raise TooLargeError(

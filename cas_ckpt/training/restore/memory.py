@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 Array: TypeAlias = np.ndarray[Any, Any]
+Region: TypeAlias = tuple[Any, ...]
 Pair: TypeAlias = tuple[int, int]
 
 MAX_PAIRS = 1 << 18
@@ -67,7 +68,7 @@ class Layout:
         return self.shape, steps, self.item_bytes, self.reading
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as TensorItem
 class Memory:
     """The memory of one tensor or array that has elements.
 
@@ -122,6 +123,14 @@ def memory_of_tensor(tensor: torch.Tensor) -> tuple[Memory, ...]:
         return ()
     layout = _layout_of_tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (Memory("cpu" if tensor.is_cpu else str(tensor.device), address, address + layout.extent, layout),)
+
+
+def memory_of_region(region: Region) -> Memory:
+    """The same for a tensor of the host that is this region (capture/tensors.py), not empty, without asking torch."""
+    _, address, offset, shape, stride, dtype, is_conj, is_neg = region
+    layout = _layout_of_tensor(shape, stride, dtype, is_conj, is_neg)
+    low = address + offset * dtype.itemsize
+    return Memory("cpu", low, low + layout.extent, layout)
 
 
 def memory_of_array(array: Array) -> tuple[Memory, ...]:
