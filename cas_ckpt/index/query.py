@@ -3,8 +3,8 @@
     1. its text is looked through (query_text.py): the parameters that it has, that it is one statement, and that it
        does not unfold into too much
     2. SQLite: a connection of its own to the file, opened for reading; an index in memory is copied. An authorizer
-       lets nothing through but reading, a handler that SQLite calls every few hundred steps looks at the clock, and
-       sorting goes to temporary files. Signals such as Ctrl-C are held until it has returned
+       lets nothing through but reading what an index has, a handler that SQLite calls every few hundred steps looks
+       at the clock, and sorting goes to temporary files. Signals such as Ctrl-C are held until it has returned
        PostgreSQL: a session of its own, which ends with the query and so takes with it whatever it locked or set; a
        read-only transaction; a cursor, which is declared for a query alone, and fetched from in pieces; the server
        ends it in time, and sends no row that is too long
@@ -17,13 +17,14 @@ are None, int, float, str or bytes. Must not know what the views mean.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import sqlite3
 import statistics
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
@@ -223,6 +224,10 @@ _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 _REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "json_patch"})
 """The last one takes the square of what it is given, in one step."""
 
+_TABLES = "SELECT name FROM sqlite_master WHERE type = 'view' OR rootpage > 0"
+"""What an index has, without virtual tables."""
+
+_OF_SQLITE = ("sqlite_master", "sqlite_schema", "json_each", "json_tree")
 _VIRTUAL_TABLES = "SELECT 1 FROM json_each('[]'), json_tree('[]')"
 """Those that queries may have. SQLite makes one where a connection first names it, which is more than reading."""
 
@@ -290,6 +295,7 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
     ):
         connection.execute("PRAGMA " + pragma)
     connection.execute(_VIRTUAL_TABLES)
+    tables = {name.lower() for (name,) in connection.execute(_TABLES)}
     for name, num_arguments in _GUARDED:
         connection.create_function(name, num_arguments, guard.function(name), deterministic=True)
     connection.create_aggregate("median", 1, cast(Any, guard.median))
@@ -302,14 +308,32 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
     ):
         connection.setlimit(limit, min(most, connection.getlimit(limit)))
     connection.set_progress_handler(guard.is_over, _STEPS_PER_LOOK)
-    connection.set_authorizer(_authorize)
+    connection.set_authorizer(functools.partial(_authorize, tables.union(_OF_SQLITE)))
 
 
-def _authorize(action: int, _one: str | None, other: str | None, _database: str | None, view: str | None) -> int:
+def _authorize(
+    tables: Container[str], action: int, one: str | None, other: str | None, _database: str | None, view: str | None
+) -> int:
     refused = action == sqlite3.SQLITE_FUNCTION and (
         other in _REFUSED_FUNCTIONS or (other in _GATHERING and view is None and sqlite.memory_used() is None)
     )
+    if action == sqlite3.SQLITE_READ and (one or "").lower() not in tables:
+        refused = bool(other) or _is_table_of_sqlite(one or "")
     return sqlite3.SQLITE_OK if action in _READING and not refused else sqlite3.SQLITE_DENY
+
+
+@functools.cache
+def _is_table_of_sqlite(name: str) -> bool:
+    """Whether every connection has such a table: raw pages, statements, whatever this SQLite was compiled with.
+
+    SQLite asks for a table of which no column is read by the name in the query, which may be that of a WITH.
+    """
+    with closing(sqlite.memory_connection()) as empty:
+        try:
+            empty.execute(f"""SELECT 1 FROM "{name.replace('"', '""')}" LIMIT 0""")
+        except sqlite3.OperationalError:
+            return False
+    return True
 
 
 class _Guard:

@@ -56,7 +56,9 @@ def index(place: Path) -> Iterator[Index]:
         "UPDATE sqlite_master SET sql = ''", "DELETE FROM sqlite_master", "REPLACE INTO t_meta VALUES ('views', '9')",
         "INSERT INTO temp.x VALUES (1)", "RELEASE x", "END", "SELECT writefile('x', 'y')", "SELECT edit('x')",
         "CREATE TRIGGER x AFTER INSERT ON t_meta BEGIN SELECT 1; END", "SELECT readfile('/etc/passwd')",
-        "SELECT * FROM sqlite_dbpage",
+        "SELECT * FROM sqlite_dbpage", "SELECT 1 FROM sqlite_dbpage", "SELECT * FROM SQLITE_STMT",
+        "SELECT pgno FROM main.sqlite_dbpage p WHERE schema = 'main'",
+        "WITH r AS (SELECT * FROM dbstat) SELECT 1 FROM r",
     ],
 )  # fmt: skip
 def test_nothing_but_reading_is_let_through(
@@ -84,6 +86,28 @@ def test_a_write_that_the_authorizer_missed_is_refused_by_the_connection(
         pytest.raises(sqlite3.OperationalError, match="readonly database"),
     ):
         connection.execute(text)
+
+
+def test_tables_that_sqlite_has_by_itself_are_not_read(index: Index) -> None:
+    """Which these are depends on how it was compiled."""
+    with closing(sqlite3.connect(":memory:")) as plain:
+        names = {name for (name,) in plain.execute("PRAGMA module_list")} - {"json_each", "json_tree"}
+    for name in sorted(names | {"pragma_table_list"}):
+        for text in ("SELECT * FROM {}", "SELECT 1 FROM {}", "SELECT count(*) FROM main.{} x"):
+            with pytest.raises(InvalidInputError, match="^sql: "):
+                ask(index, text.format(name))
+
+
+def test_what_an_index_has_is_read_by_any_name(index: Index) -> None:
+    index.write(lambda connection: connection.exec_driver_sql("CREATE VIEW theirs AS SELECT * FROM commits"))
+    for text in (
+        "SELECT count(*) FROM T_Commits", "SELECT c.message FROM main.COMMITS AS c",
+        "SELECT 1 FROM sqlite_schema LIMIT 1",
+        "SELECT name FROM sqlite_master LIMIT 1", "WITH more AS (SELECT 1 AS n) SELECT count(*) FROM more",
+        "WITH t_x AS MATERIALIZED (SELECT 1) SELECT 1 FROM t_x", "SELECT 1 FROM (SELECT 2) inner_one",
+        "SELECT version_num FROM alembic_version", "SELECT message FROM theirs",
+    ):  # fmt: skip
+        assert len(rows(index, text)) == 1, text
 
 
 @pytest.mark.parametrize(
