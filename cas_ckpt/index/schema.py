@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from cas_ckpt.errors import ConflictError
 
-VIEWS_VERSION = 5
+VIEWS_VERSION = 6
 """Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
 
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))

@@ -36,18 +36,20 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "EXACT": ("{0}", '({0}) COLLATE "C"'),
     "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '[{{,]\"{0}\":(-?[0-9]+)')::bigint"),
     "DEEPEST_FIRST": ("ORDER BY {0} DESC", ""),
+    "AT_MOST": ("LIMIT {0}", ""),
     "TOO_LARGE": (f"json_extract('[]', '{TOO_LARGE}' || {{0}}) = 0", f"CAST('{TOO_LARGE}' || {{0}} AS INTEGER) = 0"),
     "FIRST_LINE": ("rtrim(substr({0}, 1, instr({0} || char(10), char(10)) - 1))", "rtrim(split_part({0}, chr(10), 1))"),
     "ENTRIES_OF": ("t_entries", "LATERAL (SELECT i.* FROM t_entries i WHERE i.node_id = {0} OFFSET 0)"),
     "FEW": ("likelihood({0}, 0.0001)", "{0}"),
 }
 """What a word is in SQLite, and in PostgreSQL. HEX: of what is never null, as SQLite makes "" of null. EXACT: text that
-is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without statistics
-SQLite takes all tables for equally long. FIRST_LINE: of a text. ENTRIES_OF: t_entries where the node is asked for as
-well: PostgreSQL, which takes every walk for a long one, would read the whole table for each commit. STAT: one of the
-numbers in the stats of a commit. DEEPEST_FIRST: in which order, by a column, a recursive query of SQLite goes on: else
-a whole level waits in memory. TOO_LARGE: ends the query, and says why by a text and the number of a row, on which it
-must depend."""
+is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without
+statistics SQLite takes all tables for equally long. FIRST_LINE: of a text. ENTRIES_OF: t_entries where the node is
+asked for as well: PostgreSQL, which takes every walk for a long one, would read the whole table for each commit.
+STAT: one of the numbers in the stats of a commit. DEEPEST_FIRST: in which order, by a column, a recursive query of
+SQLite goes on: else a whole level waits in memory. AT_MOST: rows of a recursive query, which SQLite 3.53 may make
+whole before it looks at what comes of it; PostgreSQL makes no more than are taken. TOO_LARGE: ends the query, and
+says why by a text and the number of a row, on which it must depend."""
 
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
 

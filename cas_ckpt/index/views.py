@@ -398,7 +398,7 @@ _ENTRIES = View(
         SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}, 0
         UNION ALL SELECT {_PREFIX}, w.child_id, walk.depth + 1
         FROM walk CROSS JOIN ENTRIES_OF[walk.node_id] w CROSS JOIN t_trees v WHERE {_OPENED}
-        DEEPEST_FIRST[3]
+        DEEPEST_FIRST[3] AT_MOST[{MOST_CONTAINERS + 1}]
     ), {_few("prefix, node_id")}""",
         "few",
         ("prefix", "node_id"),
@@ -416,7 +416,7 @@ _DIFFERENCE = f"""walk(has, prefix, node_id, other_id, depth) AS (
         UNION ALL SELECT walk.has, {_PREFIX}, w.child_id, ({_SAME.format("min(x.child_id)")}), walk.depth + 1
         FROM walk CROSS JOIN ENTRIES_OF[walk.node_id] w CROSS JOIN t_trees v
         WHERE {_OPENED} AND ({_SAME.format("count(*)")} AND x.child_id = w.child_id) = 0
-        DEEPEST_FIRST[5]
+        DEEPEST_FIRST[5] AT_MOST[{MOST_CONTAINERS + 1}]
     ), {_few("has, prefix, node_id")}, listed(key, has, what) AS (
         SELECT EXACT[few.prefix || e.name], few.has, CAST(e.form AS TEXT) || ':' ||
             coalesce(CAST(e.spec_id AS TEXT), '') || ':' || coalesce(CAST(e.child_id AS TEXT), HEX_IF_ANY[e.data])
