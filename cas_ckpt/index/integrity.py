@@ -27,7 +27,7 @@ from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.layouts import layout_differs
 from cas_ckpt.index.manifests import content_rows, read_specs, spec_row, specs_in
-from cas_ckpt.index.meta import MADE, read_meta
+from cas_ckpt.index.meta import MADE, read_meta, views_version
 from cas_ckpt.index.pending import pending_packs
 from cas_ckpt.index.promises import promised_numbers
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
@@ -45,6 +45,7 @@ from cas_ckpt.index.schema import (
     LAYOUTS,
     LINEAGE,
     LOCATIONS,
+    METADATA,
     METRICS,
     MORE_PARENTS,
     NODE_SPECS,
@@ -59,6 +60,7 @@ from cas_ckpt.index.schema import (
     TENSORS,
     TREES,
     VALUES,
+    VIEWS_VERSION,
 )
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
@@ -123,11 +125,23 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
 
 
 def disorder(connection: Connection) -> list[str]:
-    """What SQLite finds wrong with its own pages; PostgreSQL has no such question."""
+    """What is wrong with pages of SQLite, or with what they say tables and views are; PostgreSQL is not asked."""
+    from cas_ckpt.index.views import VIEWS  # as Alembic: not when an index is opened
+
     if connection.dialect.name != "sqlite":
         return []
     found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(10)")]
-    return [] if found == ["ok"] else found
+    if found != ["ok"]:
+        return found
+    found = []
+    for table in METADATA.sorted_tables:  # a damaged name is noticed by nobody who does not need that column
+        there = {row[1] for row in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
+        found += [f"{table.name} has no {column.name}" for column in table.columns if column.name not in there]
+    if views_version(connection) == VIEWS_VERSION:
+        views = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'view'")
+        texts = {view.name: view.sql for view in views}
+        found += [f"the view {view.name} is another" for view in VIEWS if texts.get(view.name) != view.text("sqlite")]
+    return found
 
 
 def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:

@@ -288,6 +288,15 @@ def test_a_damaged_page_of_what_the_index_remembers_of_refs_is_reported_and_repa
     assert check(repo).ok
 
 
+@pytest.mark.parametrize("name", [b"num_replicas", b"num_chunks,\n    (SELECT"])
+def test_a_damaged_name_of_a_column_of_a_table_or_view_is_reported_and_repaired(repo: Path, name: bytes) -> None:
+    flip(index_file(repo), index_file(repo).read_bytes().index(name))
+    report = check(repo)
+    assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
+    assert repair(repo, RepairKind.INDEX).ok
+    assert check(repo).ok
+
+
 @pytest.mark.parametrize("damage", [cut_in_half, lambda path: path.write_bytes(b"no database at all" * 100)])
 def test_an_index_that_cannot_be_opened_hides_no_other_damage(
     repo: Path, intact: Path, damage: Callable[[Path], None]
