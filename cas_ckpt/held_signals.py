@@ -16,9 +16,27 @@ from __future__ import annotations
 import signal
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # without the enums, which cost 100 us for all signals
+from _thread import RLock
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+
+class Turn(RLock):  # type: ignore[misc]  # which is final for type checkers alone
+    """A lock that is held for long: what a signal's handler raises does not leave it held.
+
+    Since Python 3.14 a handler may run between the `__enter__` of a lock written in C and its block. A thread that has
+    it may not take it once more.
+    """
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        try:
+            return super().__enter__()
+        except BaseException:
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
+
 
 _NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
 

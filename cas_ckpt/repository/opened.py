@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cas_ckpt.arguments import CALL
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.held_signals import Turn
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.transfer.peers import collective_errors
 from cas_ckpt.uncopied import Uncopied
@@ -39,7 +39,7 @@ class Opened(Uncopied):
         self._pushes: BackgroundPushes | None = None
         self._background: BackgroundCommits | None = None
         self._others: list[InFlight] = []
-        self._pid, self._committing = os.getpid(), threading.Lock()
+        self._pid, self._committing = os.getpid(), Turn()
         if "torch" in sys.modules:  # who trains opens once, and is not to wait for modules in the first commit
             import cas_ckpt.training.verbs  # noqa: F401
 
@@ -91,7 +91,7 @@ class Opened(Uncopied):
     def _turn(self) -> AbstractContextManager[object]:
         """No other commit or checkout through this object runs inside. The lock itself: see `reads_arguments`."""
         if self._pid != os.getpid():  # forked while a thread was inside, which is not here to leave it
-            self._pid, self._committing = os.getpid(), threading.Lock()
+            self._pid, self._committing = os.getpid(), Turn()
         return self._committing
 
     def _in_background(self) -> BackgroundCommits:
