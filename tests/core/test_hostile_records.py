@@ -121,7 +121,7 @@ def test_a_record_takes_little_memory_whatever_is_in_it(item: bytes) -> None:
         record = bomb("ref", "key", size, item=item)
         peak, error = peak_of(lambda record=record: unseal("ref", record, version=1, key="key"))  # type: ignore[misc]
         assert isinstance(error, CorruptionError)
-        assert peak < 32 * digests.most_bytes("ref")
+        assert peak < 36 * digests.most_bytes("ref")  # the ExtType of three bytes: 34 on Python 3.14, else 31
 
 
 def test_bytes_that_unfold_into_millions_of_maps_are_refused_before_there_are_so_many() -> None:

@@ -85,6 +85,7 @@ def test_the_metadata_is_what_torch_would_have_written(repo: RepositoryHandle, t
     for entry in theirs.state_dict_metadata.values():
         if hasattr(entry, "properties"):
             entry.properties.requires_grad = False
+            entry.properties.strides = None  # torch 2.15 writes what the tensor had, and reads it nowhere
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.planner_data == theirs.planner_data
     assert set(ours.storage_data) == set(theirs.storage_data)
