@@ -18,6 +18,7 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # without the enums, which cost 100 us for all signals
 from _thread import RLock
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -33,7 +34,7 @@ class Turn(RLock):  # type: ignore[misc]  # which is final for type checkers alo
         try:
             return super().__enter__()
         except BaseException:
-            if self._is_owned():  # type: ignore[attr-defined]
+            with suppress(RuntimeError):  # it was not taken yet
                 self.release()
             raise
 
