@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -65,27 +66,41 @@ class WordSums(Protocol):
 def leaf_digests_in_python(array: Any, leaf_bytes: int, copy: Buffer | None = None, /) -> bytes:
     """See `leaf_digests`."""
     data = memoryview(array)
-    if not data.c_contiguous:
-        data = memoryview(data.tobytes()) if copy is None else _copied(data, copy)
-    elif copy is not None:
-        data = _copied(data, copy)
-    data = data.cast("B")
-    if leaf_bytes <= 0 or leaf_bytes % max(memoryview(array).itemsize, 1):
+    _check_lengths(leaf_bytes)
+    if not leaf_bytes or leaf_bytes % data.itemsize:
         raise ValueError("leaves must have whole items")
+    if copy is not None:
+        data = _copied(array, data, copy)
+    else:
+        data = _as_bytes(data if data.c_contiguous else memoryview(data.tobytes()))
     leaves = [data[start : start + leaf_bytes] for start in range(0, len(data), leaf_bytes)]
     # One call of BLAKE3 a leaf, the lock released inside it. Between the calls it runs in C: the longer a thread has
     # the lock, the more often another one that hashes finds it taken, and sleeps.
     return b"".join(map(blake3.digest, map(blake3, leaves)))
 
 
-def _copied(data: memoryview, copy: Buffer) -> memoryview:
+def _check_lengths(*lengths: int) -> None:
+    if not all(0 <= each <= sys.maxsize for each in lengths):
+        raise ValueError("a length that is negative, or more than memory can have")
+
+
+def _as_bytes(data: memoryview) -> memoryview:
+    if data.format == "B" or not data.nbytes:
+        return data.cast("B") if data.nbytes else memoryview(bytearray())
     import numpy as np  # here, so that looking at a history does not wait for it
 
-    room = memoryview(copy).cast("B")
-    if len(room) < data.nbytes:
-        raise ValueError("less room for the copy than the array has bytes")
-    found = np.asarray(data)
-    np.copyto(np.frombuffer(room[: data.nbytes], found.dtype).reshape(found.shape), found)
+    return np.frombuffer(data, np.uint8).data  # items of any kind, as `cast` does not take them
+
+
+def _copied(array: Any, data: memoryview, copy: Buffer) -> memoryview:
+    import numpy as np
+
+    room = _as_bytes(memoryview(copy))
+    if room.readonly or len(room) < data.nbytes:
+        raise ValueError("less room for the copy than the array has bytes, or none that can be written to")
+    if data.nbytes:
+        found = array if isinstance(array, np.ndarray) else np.asarray(data)
+        np.copyto(np.frombuffer(room[: data.nbytes], found.dtype).reshape(found.shape), found)
     return room[: data.nbytes]
 
 
@@ -94,78 +109,100 @@ def read_leaves_in_python(
     parts: Sequence[Part], cached_only: bool = False,
 ) -> int:  # fmt: skip
     """See `read_leaves`."""
-    if min(offset, first, size) < 0 or leaf_bytes <= 0:
-        raise ValueError("a negative length")
+    _check_lengths(offset, first, size, leaf_bytes, offset + size)
+    if not leaf_bytes:
+        raise ValueError("leaves without bytes")
+    places = [_place(part, first, size, leaf_bytes) for part in parts]
     wanted = None if digests is None else bytes(digests)
+    if wanted is not None and len(wanted) // DIGEST_BYTES < -(-size // leaf_bytes):
+        raise ValueError("fewer digests than leaves")
     step = max(STEP_BYTES // leaf_bytes, 1) * leaf_bytes
-    scratch = memoryview(bytearray(min(step, size))) if isinstance(source, int) else memoryview(source).cast("B")
+    scratch = memoryview(bytearray(min(step, size))) if isinstance(source, int) else _as_bytes(memoryview(source))
+    if not isinstance(source, int) and len(scratch) < offset + size:
+        raise ValueError("more bytes than the memory has")
     done = 0
     for start in range(0, size, step):
-        length = min(step, size - start)
+        length = got = min(step, size - start)
         if isinstance(source, int):
             data = scratch[:length]
-            if not _read_all(source, offset + start, data, cached_only):
-                return done
+            got, ended = _read_all(source, offset + start, data, cached_only)
         else:
             data = scratch[offset + start : offset + start + length]
-            if len(data) < length:
-                raise ValueError("more bytes than the memory has")
-        intact = -(-length // leaf_bytes)
+        if got < length:
+            data = data[: got // leaf_bytes * leaf_bytes]
+        intact = -(-len(data) // leaf_bytes)
         if wanted is not None:
             found = leaf_digests_in_python(data, leaf_bytes)
             own = wanted[done * DIGEST_BYTES : done * DIGEST_BYTES + len(found)]
-            if len(own) < len(found):
-                raise ValueError("fewer digests than leaves")
             if found != own:
-                places = range(0, len(found), DIGEST_BYTES)
+                places_of = range(0, len(found), DIGEST_BYTES)
                 intact = next(
-                    at for at, p in enumerate(places) if found[p : p + DIGEST_BYTES] != own[p : p + DIGEST_BYTES]
+                    at for at, p in enumerate(places_of) if found[p : p + DIGEST_BYTES] != own[p : p + DIGEST_BYTES]
                 )
-        for part in parts:
-            _scatter(part, first + start, data[: intact * leaf_bytes])
+        for place in places:
+            _scatter(*place, first + start, data[: intact * leaf_bytes])
         done += intact
-        if intact * leaf_bytes < length:
+        if intact * leaf_bytes < len(data):
+            return done
+        if got < length:
+            if ended:
+                raise EOFError("the file ends before what is wanted of it")
             return done
     return done
 
 
-def _read_all(fd: int, offset: int, target: memoryview, cached_only: bool) -> bool:
-    """Fill `target`; False if it is to come from the page cache, and that does not have it."""
-    while target:
+def _read_all(fd: int, offset: int, target: memoryview, cached_only: bool) -> tuple[int, bool]:
+    """How many bytes of `target` were filled, and whether the file ended; else the page cache has no more."""
+    done = 0
+    while done < len(target):
         try:
-            got = os.preadv(fd, [target], offset, os.RWF_NOWAIT) if cached_only else os.preadv(fd, [target], offset)
+            got = os.preadv(fd, [target[done:]], offset + done, os.RWF_NOWAIT if cached_only else 0)
         except OSError:
             if cached_only:  # it is not there, or this file system cannot tell
-                return False
+                return done, False
             raise
         if not got:
-            raise EOFError("the file ends before what is wanted of it")
-        target, offset = target[got:], offset + got
-    return True
+            return done, True
+        done += got
+    return done, False
 
 
-def _scatter(part: Part, start: int, data: memoryview) -> None:
+def _place(part: Part, first: int, size: int, leaf_bytes: int) -> tuple[Array, tuple[int, ...], tuple[int, ...]]:
+    """The part, spelled out, if bytes first .. first + size of the cell can be put there."""
+    array, cell, offsets = part if isinstance(part, tuple) else (part, part.shape, (0,) * part.ndim)
+    if not array.flags.writeable:
+        raise ValueError("a target that must not be written to")
+    if len(cell) != array.ndim or len(offsets) != array.ndim:
+        raise ValueError("another number of dimensions")
+    _check_lengths(*cell, *offsets)
+    if any(first + own > all_ for first, own, all_ in zip(offsets, array.shape, cell, strict=True)):
+        raise ValueError("a part that reaches beyond its cell")
+    all_bytes = math.prod(cell) * array.itemsize
+    if (
+        all_bytes > sys.maxsize
+        or first + size > all_bytes
+        or any(n % array.itemsize for n in (first, size, leaf_bytes))
+    ):
+        raise ValueError("leaves that are not whole items of the cell")
+    return array, tuple(cell), tuple(offsets)
+
+
+def _scatter(array: Array, cell: tuple[int, ...], offsets: tuple[int, ...], start: int, data: memoryview) -> None:
     """Put the bytes `data` of the cell, which begin at `start`, to their places."""
     import numpy as np
 
-    array, cell, offsets = part if isinstance(part, tuple) else (part, part.shape, (0,) * part.ndim)
-    if len(cell) != array.ndim or len(offsets) != array.ndim:
-        raise ValueError("another number of dimensions")
-    if any(first + own > all_ for first, own, all_ in zip(offsets, array.shape, cell, strict=True)):
-        raise ValueError("a part that reaches beyond its cell")
-    if start % array.itemsize or len(data) % array.itemsize or start + len(data) > math.prod(cell) * array.itemsize:
-        raise ValueError("leaves that are not whole items of the cell")
     if not array.size or not len(data):
         return
     found = np.frombuffer(data, array.dtype)
-    for at, sizes in runs_of_boxes(tuple(cell), start // array.itemsize, start // array.itemsize + len(found)):
+    for at, sizes in runs_of_boxes(cell, start // array.itemsize, start // array.itemsize + len(found)):
         own, found = found[: math.prod(sizes)].reshape(sizes), found[math.prod(sizes) :]
         there, here = [], []
         for begin, num, first, length in zip(at, sizes, offsets, array.shape, strict=True):
             low, high = max(begin, first), min(begin + num, first + length)
             there.append(slice(low - first, max(high, low) - first))
             here.append(slice(low - begin, max(high, low) - begin))
-        np.copyto(array[tuple(there)], own[tuple(here)])
+        place: tuple[Any, ...] = (..., *there)  # a view, even of an array without dimensions
+        np.copyto(array[place], own[tuple(here)])
 
 
 def runs_of_boxes(sizes: tuple[int, ...], first: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -191,6 +228,8 @@ def word_sums_in_python(array: Array, row_words: int, /) -> bytes:
     """See `word_sums`."""
     import numpy as np
 
+    if not 0 < row_words <= sys.maxsize // 64:
+        raise ValueError("a row without words, or of more than memory can have")
     row_bytes = row_words * WORD_BYTES
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_rows, rest = divmod(len(data), row_bytes)

@@ -14,11 +14,22 @@
 
 #include "core.h"
 
-#define MOST_PARTS 64
-
 static int refuse(const char *text) {
     PyErr_SetString(PyExc_ValueError, text);
     return -1;
+}
+
+/* A length, as the arguments of functions have it ("O&"): too many are as wrong as fewer than none. */
+static int take_length(PyObject *given, void *out) {
+    Py_ssize_t length = PyLong_AsSsize_t(given);
+    if (length == -1 && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError)) return 0;
+    if (length < 0) {
+        PyErr_Clear();
+        refuse("a length that is negative, or more than memory can have");
+        return 0;
+    }
+    *(Py_ssize_t *)out = length;
+    return 1;
 }
 
 /* The array as a cell of which it is all. Whoever calls releases `view` unless this fails. */
@@ -61,9 +72,9 @@ static PyObject *py_leaf_digests(PyObject *module, PyObject *args) {
     struct part cell;
     uint8_t *scratch = NULL;
     (void)module;
-    if (!PyArg_ParseTuple(args, "On|O:leaf_digests", &array, &leaf_bytes, &copy)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&|O:leaf_digests", &array, take_length, &leaf_bytes, &copy)) return NULL;
     if (take_array(array, 0, &view, &cell) < 0) return NULL;
-    if (leaf_bytes <= 0 || leaf_bytes % view.itemsize) {
+    if (!leaf_bytes || leaf_bytes % view.itemsize) {
         refuse("leaves must have whole items");
         goto end;
     }
@@ -76,7 +87,8 @@ static PyObject *py_leaf_digests(PyObject *module, PyObject *args) {
     }
     part_settle(&cell);
     Py_ssize_t num_leaves = view.len / leaf_bytes + (view.len % leaf_bytes != 0);
-    digests = PyBytes_FromStringAndSize(NULL, num_leaves * DIGEST_BYTES);
+    digests = num_leaves < PY_SSIZE_T_MAX / 64 ? PyBytes_FromStringAndSize(NULL, num_leaves * DIGEST_BYTES)
+                                               : PyErr_NoMemory(); /* elements that repeat take no memory */
     if (!digests) goto end;
     if (copy == Py_None && !part_whole(&cell)) {
         scratch = PyMem_Malloc((size_t)(leaf_bytes < view.len ? leaf_bytes : view.len) + 1);
@@ -105,9 +117,11 @@ static int take_sizes(PyObject *sizes, int ndim, size_t *out) {
     for (int dim = 0; dim < ndim; dim++) {
         PyObject *item = PySequence_GetItem(sizes, dim);
         if (!item) return -1;
-        out[dim] = PyLong_AsSize_t(item);
+        Py_ssize_t length;
+        int taken = take_length(item, &length);
         Py_DECREF(item);
-        if (PyErr_Occurred()) return -1;
+        if (!taken) return -1;
+        out[dim] = (size_t)length;
     }
     return 0;
 }
@@ -135,8 +149,10 @@ bad:
 /* Bytes of the part's cell, or -1 if they are more than can be counted. */
 static Py_ssize_t cell_bytes(const struct part *part) {
     size_t size = part->item_bytes;
+    for (int dim = 0; dim < part->ndim; dim++)
+        if (!part->cell[dim]) return 0;
     for (int dim = 0; dim < part->ndim; dim++) {
-        if (part->cell[dim] && size > (size_t)PY_SSIZE_T_MAX / part->cell[dim]) return -1;
+        if (size > (size_t)PY_SSIZE_T_MAX / part->cell[dim]) return -1;
         size *= part->cell[dim];
     }
     return (Py_ssize_t)size;
@@ -151,8 +167,7 @@ static PyObject *raise_failed(enum outcome outcome) {
 static PyObject *py_read_leaves(PyObject *module, PyObject *args, PyObject *named) {
     static char *names[] = {"source", "offset", "first", "size", "leaf_bytes", "digests", "parts", "cached_only", NULL};
     PyObject *source, *digests, *given, *parts = NULL, *result = NULL;
-    Py_ssize_t first, size, leaf_bytes, num_parts, taken = 0;
-    long long offset;
+    Py_ssize_t offset, first, size, leaf_bytes, num_parts, taken = 0;
     int cached_only = 0;
     Py_buffer memory = {0}, wanted = {0};
     struct origin origin = {.fd = -1};
@@ -160,11 +175,12 @@ static PyObject *py_read_leaves(PyObject *module, PyObject *args, PyObject *name
     struct part *places = NULL;
     uint8_t *scratch = NULL;
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OLnnnOO|p:read_leaves", names, &source, &offset, &first, &size,
-                                     &leaf_bytes, &digests, &given, &cached_only))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OO&O&O&O&OO|p:read_leaves", names, &source, take_length, &offset,
+                                     take_length, &first, take_length, &size, take_length, &leaf_bytes, &digests,
+                                     &given, &cached_only))
         return NULL;
-    if (offset < 0 || first < 0 || size < 0 || leaf_bytes <= 0) {
-        refuse("a negative length");
+    if (!leaf_bytes || offset > PY_SSIZE_T_MAX - size) {
+        refuse("leaves without bytes, or more of them than a file can have");
         return NULL;
     }
     if (PyLong_Check(source)) {
@@ -193,8 +209,7 @@ static PyObject *py_read_leaves(PyObject *module, PyObject *args, PyObject *name
     if (num_parts < 0) goto end;
     held = PyMem_Calloc((size_t)num_parts + 1, sizeof *held);
     places = PyMem_Malloc(((size_t)num_parts + 1) * sizeof *places);
-    scratch = PyMem_Malloc((size_t)(leaf_bytes < size ? leaf_bytes : size) + 1);
-    if (!held || !places || !scratch) {
+    if (!held || !places) {
         PyErr_NoMemory();
         goto end;
     }
@@ -212,6 +227,11 @@ static PyObject *py_read_leaves(PyObject *module, PyObject *args, PyObject *name
         } else {
             part_settle(part);
         }
+    }
+    scratch = PyMem_Malloc((size_t)(leaf_bytes < size ? leaf_bytes : size) + 1);
+    if (!scratch) {
+        PyErr_NoMemory();
+        goto end;
     }
     size_t used = 0, done = 0;
     for (Py_ssize_t at = 0; at < num_parts; at++)
@@ -247,11 +267,11 @@ static PyObject *py_word_sums(PyObject *module, PyObject *args) {
     Py_buffer view;
     struct part cell;
     (void)module;
-    if (!PyArg_ParseTuple(args, "On:word_sums", &array, &row_words)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&:word_sums", &array, take_length, &row_words)) return NULL;
     if (take_array(array, 0, &view, &cell) < 0) return NULL;
-    if (row_words <= 0 || row_words > PY_SSIZE_T_MAX / 64) {
+    if (!row_words || row_words > PY_SSIZE_T_MAX / 64) {
         PyBuffer_Release(&view);
-        refuse("a row without words");
+        refuse("a row without words, or of more than memory can have");
         return NULL;
     }
     if (split_items(&cell) < 0) {
@@ -260,7 +280,8 @@ static PyObject *py_word_sums(PyObject *module, PyObject *args) {
     }
     Py_ssize_t row_bytes = row_words * (Py_ssize_t)sizeof(uint64_t);
     Py_ssize_t rows = view.len / row_bytes + (view.len % row_bytes != 0);
-    sums = PyBytes_FromStringAndSize(NULL, (rows + row_words) * (Py_ssize_t)sizeof(uint64_t));
+    sums = rows > PY_SSIZE_T_MAX / 64 ? PyErr_NoMemory()
+                                      : PyBytes_FromStringAndSize(NULL, (rows + row_words) * (Py_ssize_t)sizeof(uint64_t));
     uint8_t *scratch = PyMem_Malloc((size_t)row_bytes);
     uint64_t *found = sums ? PyMem_Malloc((size_t)PyBytes_Size(sums)) : NULL; /* bytes need not be aligned */
     if (sums && scratch && found) {
