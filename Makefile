@@ -18,6 +18,9 @@ JOBS ?= 3
 # What `make test-fast` runs: the rooms that all others rest on.
 FAST := $(addprefix tests/,objects layout storage transfer index core repository)
 
+# What `make test-pure` runs: the rooms whose behaviour can depend on the native core.
+PURE := $(addprefix tests/,native objects golden layout transfer properties training dcp ops/commit ops/checkout)
+
 # A test run starts dozens of interpreters: they share what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -28,7 +31,7 @@ NEWEST := .venv-newest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest wheel clean
+.PHONY: help demo test test-fast test-pure soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,11p
@@ -41,6 +44,9 @@ test: $(VENV)/$(STAMP)
 
 test-fast: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" $(FAST) $(ARGS)
+
+test-pure: $(VENV)/$(STAMP)
+	CAS_CKPT_NATIVE=0 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" $(PURE) $(ARGS)
 
 soak: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -m soak $(ARGS)

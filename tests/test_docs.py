@@ -188,8 +188,8 @@ def test_the_map_of_the_source_names_every_room_and_files_that_are_there() -> No
 
 
 def test_every_target_of_the_makefile_that_is_named_exists() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make (\w+)", all_text())) - targets == set()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", all_text())) - targets == set()
 
 
 # ---------------------------------------------------------------- sessions, as they are shown

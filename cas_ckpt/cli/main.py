@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import click
 
 import cas_ckpt
+from cas_ckpt import native
 from cas_ckpt.cli.command import (
     EXIT_CODES,
     Settings,
@@ -136,7 +137,7 @@ class Verbs(VerbGroup):
 
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        click.echo(f"{PROGRAM} {cas_ckpt.__version__}")
+        click.echo(f"{PROGRAM} {cas_ckpt.__version__} ({native.STATE})")
         ctx.exit()
 
 
@@ -144,7 +145,12 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
 @click.option("-C", "repo", metavar="REPO", help="The repository. Default: $CAS_CKPT_REPO, else here or above.")
 @click.option("--index", metavar="URL", help="The index, if it is not in the repository. Default: $CAS_CKPT_INDEX.")
 @click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version."
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version, and whether the native core is there.",
 )
 @click.option(
     "--max-entries", type=click.IntRange(min=1), metavar="N", help="Entries that a state may unfold into; 2^21."

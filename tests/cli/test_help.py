@@ -9,7 +9,7 @@ import click
 import pytest
 
 import cas_ckpt
-from cas_ckpt import errors
+from cas_ckpt import errors, native
 from cas_ckpt.cli.command import ALWAYS, EXIT_CODES, Verb
 from cas_ckpt.cli.main import PLACES, SECTIONS, cli, main
 
@@ -78,4 +78,4 @@ def test_every_kind_of_error_has_an_exit_code_that_is_documented() -> None:
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"cas-ckpt {cas_ckpt.__version__}\n"
+    assert capsys.readouterr().out == f"cas-ckpt {cas_ckpt.__version__} ({native.STATE})\n"
