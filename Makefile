@@ -18,8 +18,9 @@ JOBS ?= 3
 # What `make test-fast` runs: the rooms that all others rest on.
 FAST := $(addprefix tests/,objects layout storage transfer index core repository)
 
-# What `make test-pure` runs: the rooms whose behaviour can depend on the native core.
-PURE := $(addprefix tests/,native objects golden layout transfer properties training dcp ops/commit ops/checkout)
+# What `make test-pure` runs: what hashes, reads verified or sums, by way of cas_ckpt/native.py.
+PURE := $(addprefix tests/,native objects golden transfer properties ops/commit ops/checkout training/device)
+PURE += $(addprefix tests/,training/test_restore.py training/test_frozen.py dcp/test_load.py dcp/test_save.py)
 
 # A test run starts dozens of interpreters: they share what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
