@@ -128,9 +128,11 @@ class RepositoryHandle(Uncopied):
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self.instance, self.seen_by = secrets.token_bytes(8), b""
-        # Some of what is stored; and how many extents the index has if these are all chunks of it, each stored once.
+        # Some of what is stored. All chunks that were stored up to the pack of a number, if each was stored once and
+        # whole (else None), and all of the packs of these names, that came since.
         self._known: set[bytes] | None = None
-        self._num_known_extents = 0
+        self._known_up_to: int | None = None
+        self._known_since: set[str] = set()
         # Packs that this handle saw in its own store, those of them that may be relied on, and those never again.
         self._present: dict[str, int] = {}
         self._live: set[str] = set()
@@ -494,7 +496,8 @@ class RepositoryHandle(Uncopied):
                     if known is not None:
                         whole = [entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves]
                         known.update(whole)
-                        self._num_known_extents += len(whole) if pack.kind is PackKind.DATA else 0
+                        if pack.kind is PackKind.DATA and len(whole) == len(pack.entries):
+                            self._known_since.add(pack.key)
             if known is not None and len(known) > MOST_KNOWN:
                 self._known = None
 
@@ -552,10 +555,22 @@ class RepositoryHandle(Uncopied):
             if all(answers):
                 return answers
             if not has_all:
-                has_all.append(self.index.read(contents.chunks_at_most) == self._num_known_extents)
+                has_all.append(self._knows_all())
             return answers if has_all[0] else self.known(digests)
 
         return known
+
+    def _knows_all(self) -> bool:
+        """Whether `_known` has every chunk of the index. Costs as much as packs came since the last time."""
+        with self._lock:
+            if self._known_up_to is None:
+                return False
+            since = self.index.read(contents.data_packs_since, self._known_up_to)
+            if not since.keys() <= self._known_since:
+                return False
+            self._known_up_to = max(since.values(), default=self._known_up_to)
+            self._known_since.difference_update(since)
+            return True
 
     def all_stored(self, digests: Sequence[Digest]) -> bool:
         """Whether all of these objects are in packs that a commit may rely on: `known` for few, asked one by one."""
@@ -569,12 +584,15 @@ class RepositoryHandle(Uncopied):
     def _known_set(self) -> set[bytes]:
         with self._lock:
             if self._known is None:
-                self._known, self._num_known_extents = set(), 0
-                if self.index.read(contents.chunks_at_most) <= WHOLE_SET_CHUNKS:
+                self._known, self._known_up_to, self._known_since = set(), None, set()
+                num_extents = self.index.read(contents.chunks_at_most)
+                if num_extents <= WHOLE_SET_CHUNKS:
                     # Of one moment: no id may come from a pack whose rows come or go between two looks.
                     chunks, packs = self.index.read(contents.chunks_and_packs)
-                    if packs <= self._live:
-                        self._known, self._num_known_extents = chunks, len(chunks)
+                    if packs.keys() <= self._live:
+                        self._known = chunks
+                        if num_extents == len(chunks):
+                            self._known_up_to = max(packs.values(), default=0)
             return self._known
 
     def _is_complete(self, places: Sequence[Location]) -> bool:

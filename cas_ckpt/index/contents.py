@@ -96,6 +96,7 @@ PARTIAL = (LOCATIONS.c.first_leaf > 0) | (LOCATIONS.c.num_leaves * LOCATIONS.c.l
 """A location that does not hold its whole object; chunks in parts may be incomplete."""
 
 _PACK_NAMES = KeyQuery(select(PACKS.c.pack_id, PACKS.c.name), PACKS.c.pack_id)
+_PACK_NUMBERS = select(PACKS.c.name, PACKS.c.pack_id)
 _PACK_SIZES = select(PACKS.c.name, PACKS.c.size_bytes)
 
 
@@ -106,9 +107,15 @@ def chunk_digests(connection: Connection) -> set[bytes]:
     return set(connection.execute(query.where(OBJECTS.c.object_id.not_in(parts))).scalars())
 
 
-def chunks_and_packs(connection: Connection) -> tuple[set[bytes], set[str]]:
-    """`chunk_digests`, and the names of the packs that were known at the same moment."""
-    return chunk_digests(connection), set(connection.execute(select(PACKS.c.name)).scalars())
+def chunks_and_packs(connection: Connection) -> tuple[set[bytes], dict[str, int]]:
+    """`chunk_digests`, and name -> number of the packs that were known at the same moment."""
+    return chunk_digests(connection), dict(rows_of(connection, _PACK_NUMBERS))
+
+
+def data_packs_since(connection: Connection, number: int) -> dict[str, int]:
+    """Name -> number of the packs with chunks that came after the pack `number`."""
+    query = select(PACKS.c.name, PACKS.c.pack_id).where(PACKS.c.pack_id > number, PACKS.c.kind == PackKind.DATA)
+    return {name: found for name, found in connection.execute(query).all()}
 
 
 def pack_sizes(connection: Connection) -> dict[str, int]:

@@ -21,7 +21,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import CommitRow, PackRecord, RefRow
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.pack import ExtentInfo, Location
+from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, refill_index
 
 
@@ -29,6 +29,7 @@ from cas_ckpt.ops.fsck.rebuild import add_all_packs, refill_index
 class _Seen:
     record: PackRecord
     first_seen_us: int
+    number: int
 
 
 class PlainIndex:
@@ -86,7 +87,9 @@ class PlainIndex:
         if ref is not None:
             self.set_refs([ref])
         now_us = int(clock.now_s() * 1e6)
-        new = {record.name: _Seen(record, now_us) for record in records if record.name not in self._packs}
+        fresh = [record for record in records if record.name not in self._packs]
+        first = max((seen.number for seen in self._packs.values()), default=0) + 1
+        new = {record.name: _Seen(record, now_us, number) for number, record in enumerate(fresh, first)}
         self._packs.update(new)
         self._located = None
         return len(new)
@@ -115,8 +118,12 @@ class PlainIndex:
     def num_chunks(self) -> int:
         return sum(places[0].kind == ObjectKind.CHUNK for places in self._all().values())
 
-    def chunks_and_packs(self) -> tuple[set[bytes], set[str]]:
-        return self.all_chunk_digests(), set(self._packs)
+    def chunks_and_packs(self) -> tuple[set[bytes], dict[str, int]]:
+        return self.all_chunk_digests(), {name: seen.number for name, seen in self._packs.items()}
+
+    def data_packs_since(self, number: int) -> dict[str, int]:
+        found = ((name, seen) for name, seen in self._packs.items() if seen.record.kind is PackKind.DATA)
+        return {name: seen.number for name, seen in found if seen.number > number}
 
     def all_chunk_digests(self) -> set[bytes]:
         entries = [entry for seen in self._packs.values() for entry in seen.record.entries]
@@ -169,6 +176,7 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     contents.locate: PlainIndex.locate,
     contents.chunks_at_most: PlainIndex.num_chunks,
     contents.chunks_and_packs: PlainIndex.chunks_and_packs,
+    contents.data_packs_since: PlainIndex.data_packs_since,
     contents.chunk_digests: PlainIndex.all_chunk_digests,
     contents.resolve_prefix: PlainIndex.resolve_prefix,
     history.read_commit: PlainIndex.commit,
