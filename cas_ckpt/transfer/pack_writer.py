@@ -215,7 +215,7 @@ class ChunkSink:
         self._pack_bytes = pack_bytes
         self._on_pack = on_pack
         self._changed = threading.Condition()
-        self._num_lent = 0
+        self._lent: dict[int, PackWriter | None] = {}  # thread -> the pack that it has, or is to begin
         self._waiting: list[PackWriter] = []
         self._num_bytes = 0
         self._written: list[WrittenPack] = []
@@ -225,9 +225,9 @@ class ChunkSink:
         """Write `chunks`, in this order, into one pack; nobody looks at their payloads any more when this returns."""
         if not chunks:
             return
-        writer = self._lend()
+        writer: PackWriter | None = None
         try:
-            writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
+            writer = self._lend() or PackWriter(self._store.open_writer, PackKind.DATA)
             for chunk in chunks:
                 writer.add_chunk(chunk)
             if self._error is not None:
@@ -236,7 +236,7 @@ class ChunkSink:
             if full:
                 self._end(writer)
         except BaseException as error:
-            self._give_back(None, error=error)
+            writer = self._give_back(None, error=error) or writer  # a signal may have come before it was ours
             if writer is not None:
                 writer.abort()
             raise
@@ -247,24 +247,26 @@ class ChunkSink:
         with self._changed:
             while self._error is None:
                 if self._waiting:
-                    self._num_lent += 1
+                    self._lent[threading.get_ident()] = self._waiting[-1]
                     return self._waiting.pop()
-                if self._num_lent < self._num_writers and self._num_bytes >= self._num_lent * BYTES_BEFORE_ANOTHER:
-                    self._num_lent += 1
-                    return None
+                num_lent = len(self._lent)
+                if num_lent < self._num_writers and self._num_bytes >= num_lent * BYTES_BEFORE_ANOTHER:
+                    return self._lent.setdefault(threading.get_ident())
                 self._changed.wait()
             raise self._error
 
     def _give_back(
         self, writer: PackWriter | None, *, num_bytes: int = 0, error: BaseException | None = None
-    ) -> None:  # fmt: skip
+    ) -> PackWriter | None:  # fmt: skip
+        """Let others go on with `writer`; the pack that was lent to this thread."""
         with self._changed:
-            self._num_lent -= 1
+            lent = self._lent.pop(threading.get_ident(), None)
             self._num_bytes += num_bytes
             self._error = self._error or error
             if writer is not None:
                 self._waiting.append(writer)
             self._changed.notify_all()
+        return lent
 
     def _end(self, writer: PackWriter) -> None:
         self._written.append(writer.finish())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -184,3 +186,24 @@ def test_dying_with_several_packs_open_leaves_only_whole_packs(tmp_path: Path, k
     fresh = FileStore(tmp_path)
     for key, size in fresh.list("packs/"):
         assert read_directory(fresh, key)[0].size_bytes == size
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_signal_that_comes_as_a_pack_is_lent_lets_nobody_wait_and_leaves_nothing(tmp_path: Path, begun: bool) -> None:
+    store = FileStore(tmp_path / "store")
+    sink = ChunkSink(store, pack_bytes=1 << 20, num_writers=1)
+    if begun:
+        sink.put(chunk(0))
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == "_lend":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sink.put(chunk(1))
+    raised = at_once(sink, range(2, 4))
+    assert [type(error) for error in raised] == [KeyboardInterrupt]
+    sink.abort()
+    assert not files_in(tmp_path)
