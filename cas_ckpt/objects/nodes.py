@@ -224,7 +224,7 @@ class ContainerEntry:
     node: Digest
 
 
-@dataclass(slots=True)  # not frozen, as TensorItem
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
 class TensorEntry:
     """A tensor: by the id of its tensor node, or of its only chunk (`single`), or inline."""
 

@@ -190,7 +190,7 @@ class TensorItem:
     order: tuple[int, ...] | None = None
 
 
-@dataclass(slots=True)  # not frozen, as TensorItem
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
 class StoredTensor:
     """A tensor in a commit.
 
@@ -207,7 +207,7 @@ class StoredTensor:
     single: bool = False
 
 
-@dataclass(slots=True)  # not frozen, as TensorItem
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
 class TensorCopy:
     """A stored tensor and the memory that it is to be brought into.
 

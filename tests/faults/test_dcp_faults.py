@@ -35,8 +35,8 @@ ENOUGH = 80
 
 
 def eight(seed: int) -> dict[str, Any]:
-    """Enough for several packs of a MiB."""
-    return {f"w{n}": noise(100_000, seed=100 * seed + n) for n in range(8)}
+    """Enough for several batches, each a pack of more than a MiB."""
+    return {f"w{n}": noise(400_000, seed=100 * seed + n) for n in range(8)}
 
 
 def attempt(place: Place, plan: FaultPlan, state: dict[str, Any]) -> tuple[BaseException | None, Effects]:

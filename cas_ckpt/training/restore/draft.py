@@ -122,7 +122,7 @@ class Load:
     run: Callable[[], Any]
 
 
-@dataclass(slots=True)  # not frozen, as TensorItem
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
 class Written:
     """Memory that a restore writes, and what into it.
 

@@ -68,7 +68,7 @@ class Layout:
         return self.shape, steps, self.item_bytes, self.reading
 
 
-@dataclass(slots=True)  # not frozen, as TensorItem
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
 class Memory:
     """The memory of one tensor or array that has elements.
 
