@@ -109,6 +109,11 @@ def is_private(source: ArraySource) -> bool:
     return getattr(source, "is_private", False)
 
 
+def is_of_one_moment(source: ArraySource) -> bool:
+    """Whether `source` gives the same bytes at each read: they need not be hashed twice. A device may be written to."""
+    return is_private(source) and hasattr(source, "saved")
+
+
 def saved(source: ArraySource) -> None:
     """Tell `source`, if it is a `StagedSource`, that this attempt of the commit has saved all of it."""
     report = getattr(source, "saved", None)

@@ -23,7 +23,7 @@ from cas_ckpt import native
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.spec import Grid, Spec
-from cas_ckpt.objects.state import ArraySource, is_private
+from cas_ckpt.objects.state import ArraySource, is_of_one_moment, is_private
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Array, as_raw
@@ -259,7 +259,7 @@ class _BatchSaver:
         cells: list[tuple[TensorWork, int, bytes | None]] = []
         ids: list[Digest] = []
         for work, number in batch:
-            stays = is_private(work.source)  # asked before it is read
+            stays = is_of_one_moment(work.source)  # asked before it is read
             array = as_raw(work.source.read(work.grid.box(number)), work.item_bytes)
             leaves = native.leaf_digests(array, work.grid.leaf_bytes)
             digest = work.chunks[number] = chunk_id(array.nbytes, leaves)

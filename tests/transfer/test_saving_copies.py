@@ -10,7 +10,7 @@ import pytest
 from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import chunk_id
-from cas_ckpt.objects.spec import Spec, grid_for
+from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.progress import SILENT
 from cas_ckpt.transfer import buffers as module
 from cas_ckpt.transfer.buffers import Buffers
@@ -24,6 +24,19 @@ class Private(ArrayMemory):
     """Memory that belongs to the commit alone."""
 
     is_private = True
+
+    def saved(self) -> None:
+        """It is of one moment."""
+
+
+class Elsewhere(ArrayMemory):
+    """Memory of a device: each read is a copy, which belongs to the commit, and somebody writes between two reads."""
+
+    is_private = True
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        self.array += 1
+        return super().read(box).copy()
 
 
 class Kept(ChunkSink):
@@ -87,6 +100,13 @@ def test_memory_that_nobody_changes_is_hashed_once(monkeypatch: pytest.MonkeyPat
     array = numbers(3000, 700)
     saved(Private(array), expect_new=False)
     assert sum(hashed) == array.nbytes
+
+
+def test_a_copy_that_is_made_anew_to_be_written_is_hashed_anew() -> None:
+    made, work = saved(Elsewhere(numbers(3000, 700)), expect_new=False)
+    assert work.chunks == [chunk.digest for chunk in made.chunks]
+    for chunk, written in zip(made.chunks, made.bytes, strict=True):
+        assert chunk.digest == chunk_id(len(written), leaf_digests(written, work.grid.leaf_bytes))
 
 
 def test_buffers_are_used_again_by_the_next_commit() -> None:
