@@ -92,7 +92,7 @@ class MakesNothingOfAnEmptyStream(MemoryStore):
 
     class Writer(WriterOf):
         def commit(self) -> None:
-            if self._data:
+            if self._filled:
                 super().commit()
 
     def open_writer(self, key: str) -> MemoryWriter:
