@@ -9,6 +9,7 @@ import pytest
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, ConflictError
+from cas_ckpt.memory import new_buffer
 from cas_ckpt.storage.memory import MemoryStore, MemoryWriter
 from cas_ckpt.storage.store import Abilities
 from cas_ckpt.testing import StoreConformance
@@ -40,7 +41,7 @@ class ShowsUnfinishedStreams(MemoryStore):
     class Writer(WriterOf):
         def write(self, data: Buffer) -> None:
             super().write(data)
-            self._store.put(self._key, self._data)
+            self._store.put(self._key, memoryview(self._data)[: self._filled])
 
     def open_writer(self, key: str) -> MemoryWriter:
         return self.Writer(self, key)
@@ -53,7 +54,7 @@ class ReplacesByStreams(MemoryStore):
         def commit(self) -> None:
             self._require_open()
             self._open = False
-            self._store.put(self._key, self._data)
+            self._store.put(self._key, memoryview(self._data)[: self._filled])
 
     def open_writer(self, key: str) -> MemoryWriter:
         return self.Writer(self, key)
@@ -140,7 +141,7 @@ class SharesOneBuffer(MemoryStore):
     """streams_at_once_do_not_mix"""
 
     class Writer(WriterOf):
-        shared = bytearray()
+        shared = new_buffer(1 << 20)
 
         def __init__(self, store: MemoryStore, key: str) -> None:
             super().__init__(store, key)
