@@ -22,7 +22,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt.core.records import node_children, pack_record
 from cas_ckpt.core.settings import Remote, read_settings
@@ -44,7 +44,8 @@ from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import phase
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.disk import in_turn
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import ReadsPastCache, Store
+from cas_ckpt.transfer.sources import leaf_reader
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
@@ -80,6 +81,15 @@ class LentPacks:
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         """See `Store.read_into`."""
         return self.lent.get(key, self._store).read_into(key, offset, target, cached_only=cached_only)
+
+    def read_leaves(self, key: str, *where: Any) -> int:
+        """See `ReadsLeaves`."""
+        return leaf_reader(self.lent.get(key, self._store))(key, *where)
+
+    def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
+        """See `ReadsPastCache`."""
+        store = self.lent.get(key, self._store)
+        return store.read_past_cache(key, offset, target) if isinstance(store, ReadsPastCache) else None
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
         """See `Store.prefetch`."""

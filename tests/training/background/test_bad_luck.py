@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -42,16 +42,28 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 class Held:
-    """Inside, commits in the background wait for their turn."""
+    """Inside, until `let_go`, commits in the background wait for their turn, which a thread of its own has."""
 
     def __init__(self, repo: Repository) -> None:
-        self.repo = repo
+        self._held, self.leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hold, args=(repo,))
 
-    def __enter__(self) -> None:
-        self.repo._committing.acquire()
+    def _hold(self, repo: Repository) -> None:
+        with repo._committing:
+            self._held.set()
+            self.leave.wait(60)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._held.wait(20)
+        return self
+
+    def let_go(self) -> None:
+        self.leave.set()
 
     def __exit__(self, *exc_info: object) -> None:
-        self.repo._committing.release()
+        self.let_go()
+        self._thread.join(20)
 
 
 def value_at(repo: Repository, ref: str) -> float:
@@ -313,12 +325,11 @@ def test_a_commit_whose_push_cannot_begin_is_made(tmp_path: Path, caplog: pytest
     Repository.init(tmp_path / "there").close()
     with Repository.init(tmp_path / "here") as repo:
         repo.add_remote("tier", str(tmp_path / "there"))
-        with Held(repo):
+        with Held(repo) as turn:
             pending = repo.commit_async(state_of(1), step=1, push_to="tier")
             with no_thread_can_be_started("cas-ckpt-background"):
-                repo._committing.release()
+                turn.let_go()
                 made = pending.result(60)
-                repo._committing.acquire()
         assert made.step == 1 and repo.head.commit == made.id
         assert "not pushed to tier yet" in caplog.text
         assert repo.commit(state_of(2), step=2, push_to="tier").step == 2
@@ -348,9 +359,9 @@ def test_an_error_that_leaves_the_block_of_a_repository_waits_for_what_is_pendin
 
     def fail() -> None:
         with Repository.init(tmp_path / "repo") as repo:
-            repo._committing.acquire()
+            held = Held(repo).__enter__()
             pending.append(repo.commit_async(state_of(1), step=1))
-            threading.Timer(0.2, repo._committing.release).start()
+            threading.Timer(0.2, held.let_go).start()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -626,19 +637,18 @@ def test_what_a_pending_commit_makes_free_to_change_is_staged_as_it_is(repo: Rep
 def test_the_staged_states_of_both_workers_together_keep_to_the_budget(tmp_path: Path) -> None:
     budget = 9 << 20
     with Repository.init(tmp_path / "repo") as repo:
-        with Held(repo):
+        with Held(repo) as turn:
             first = repo.commit_async({"x": torch.ones(1 << 21)}, step=1, max_in_flight=2, staging_bytes=budget)
             background = repo._background
             assert background is not None and background._pool is not None
             former = background._pool
             held: list[int] = []
-            threading.Timer(0.5, repo._committing.release).start()
+            threading.Timer(0.5, turn.let_go).start()
             second = repo.commit_async(
                 {"x": torch.zeros(1 << 21)}, step=2, max_in_flight=2, staging_bytes=budget, worker="process"
             )
             held.append(former.held_bytes + background._pool.held_bytes)
             second.result(60)
-            repo._committing.acquire()
         assert first.done() and max(held) <= budget
 
 

@@ -76,7 +76,7 @@ def test_a_chunk_that_was_collected_after_the_call_fails_the_commit_and_the_next
     with hashed_on_device(Launches()), Repository.init("memory://collected") as repo:
         first = repo.commit_async(state).result()
         with monkeypatch.context() as patch:
-            patch.setattr(repo._handle, "known", lambda ids: [False] * len(ids))
+            patch.setattr(repo._handle, "known_to_commit", lambda: lambda ids: [False] * len(ids))
             pending = repo.commit_async(state)
             with pytest.raises(errors.ConflictError, match="were not staged, nothing was published"):
                 pending.result()
