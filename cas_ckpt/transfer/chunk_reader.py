@@ -216,7 +216,11 @@ class ChunkReader:
         read: _Read = partial(self._read_leaves, extent.pack)
         origin = info.offset + info.header_bytes
         if info.encoding != codec.RAW:
-            read, origin, is_verified = partial(native.read_leaves, _decoded(extent, self._payload(extent))), 0, False
+            plain = _decoded(extent, self._payload(extent))
+            for first, stop in wanted:  # all of it is in memory: nothing of a damaged extent comes anywhere
+                part = plain[(first - info.first_leaf) * info.leaf_bytes : (stop - info.first_leaf) * info.leaf_bytes]
+                _check(extent, part, first, stop)
+            read, origin, is_verified = partial(native.read_leaves, plain), 0, True
         for parts in batches:
             for first, stop in wanted:
                 at = first

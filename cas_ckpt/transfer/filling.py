@@ -198,7 +198,6 @@ class ChunkFiller:
                 f"chunk {short(info.digest)}, in {extent.pack} at offset {info.offset}: leaves of {info.leaf_bytes} "
                 "bytes, where elements would be cut: run repo.rebuild_index()"
             )
-        chunk.touched = True
         with closing(_opened(chunk, info)) as batches:
             self.reader.place(extent, batches, partial(leaves_of, chunk), is_verified=is_verified)
 
@@ -212,7 +211,7 @@ def _opened(chunk: StoredChunk, info: ExtentInfo) -> Generator[list[Part], None,
     left, opened = list(reversed(chunk.parts)), chunk.opened or {}
     while True:
         batch: list[tuple[ChunkPart, Box, Array, Part]] = []
-        num_bytes = 0
+        num_bytes, chunk.touched = 0, True
         while left and num_bytes < 2 * chunk.num_bytes:
             part = left.pop()
             for each in part.open(start, start + info.plain_bytes, opened):
