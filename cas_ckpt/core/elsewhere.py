@@ -45,7 +45,6 @@ from cas_ckpt.progress import phase
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import ReadsPastCache, Store
-from cas_ckpt.transfer.sources import leaf_reader
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
@@ -84,6 +83,8 @@ class LentPacks:
 
     def read_leaves(self, key: str, *where: Any) -> int:
         """See `ReadsLeaves`."""
+        from cas_ckpt.transfer.sources import leaf_reader  # here: `cas-ckpt log` has no use for NumPy
+
         return leaf_reader(self.lent.get(key, self._store))(key, *where)
 
     def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
