@@ -295,15 +295,19 @@ def _take_core() -> str:
     global leaf_digests, read_leaves, word_sums
     if os.environ.get("CAS_CKPT_NATIVE") == "0":
         return "no native core: CAS_CKPT_NATIVE is 0"
+    data = (bytes(range(251)) * 523)[: _PROOFS[-1]]
     try:
         from cas_ckpt import _native as core
+
+        found = core.leaf_digests, core.read_leaves, core.word_sums
+        bad = [size for size in _PROOFS if core.leaf_digests(data[:size], _PROOFS[-1]) != _digest(data[:size])]
     except ImportError as error:
         why = f"it is not there ({error})"
+    except (AttributeError, TypeError, ValueError, MemoryError) as error:  # as of another version
+        why = f"it is not of this version ({error})"
     else:
-        data = (bytes(range(251)) * 523)[: _PROOFS[-1]]
-        bad = [size for size in _PROOFS if core.leaf_digests(data[:size], _PROOFS[-1]) != _digest(data[:size])]
         if not bad:
-            leaf_digests, read_leaves, word_sums = core.leaf_digests, core.read_leaves, core.word_sums
+            leaf_digests, read_leaves, word_sums = found
             return f"native core: {core.SIMD}"
         why = f"what it makes of {bad[0]} bytes is not their BLAKE3 hash"
     warnings.warn(

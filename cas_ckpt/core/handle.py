@@ -496,7 +496,11 @@ class RepositoryHandle(Uncopied):
                     if known is not None:
                         whole = [entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves]
                         known.update(whole)
-                        if pack.kind is PackKind.DATA and len(whole) == len(pack.entries):
+                        if (
+                            self._known_up_to is not None
+                            and pack.kind is PackKind.DATA
+                            and len(whole) == len(pack.entries)
+                        ):
                             self._known_since.add(pack.key)
             if known is not None and len(known) > MOST_KNOWN:
                 self._known = None

@@ -2,7 +2,7 @@
 
 Saving:
     1. workers.py shares a list of work among threads; no error is lost
-    2. save.py hashes every cell, asks what is stored, and hands on what is new; hashing.py has the digests, and the
+    2. save.py hashes every cell, asks what is stored, and hands on what is new; hashing.py has the
        checksums that compare memory at its own speed. What can be hashed where it is (on a GPU) naming.py names before;
        buffers.py has the memory of what is on its way, save_memory.py says with how many threads and packs
     3. pack_writer.py lends packs to threads that write chunks; each is durable before it is named

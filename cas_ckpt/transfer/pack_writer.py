@@ -197,9 +197,9 @@ def write_nodes(store: Store, nodes: Sequence[Node], *, hints: bytes = b"") -> W
 class ChunkSink:
     """Takes chunks from many threads; each writes what it hands in, into a data pack that is lent to it meanwhile.
 
-    So no thread waits for another to write, and no two write into one file, where the system would let one wait. A
-    pack that nobody has is gone on with before another is begun. After an error nothing more is accepted, packs that
-    are open leave nothing behind, and the error is raised by `put` and `finish`.
+    So no thread waits for another to write (docs/decisions/020). A pack that nobody has is gone on with before another
+    is begun. After an error nothing more is accepted, packs that are open leave nothing behind, and the error is raised
+    by `put` and `finish`.
 
     Args:
         on_pack: Called, by whoever writes, whenever a pack has become durable.

@@ -35,8 +35,7 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.storage.disk import leaves_of_file
-from cas_ckpt.storage.page_cache import read_cached
-from cas_ckpt.storage.store import ReadsLeaves, Store, too_short
+from cas_ckpt.storage.store import ReadsLeaves, Store
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span
 
@@ -239,37 +238,22 @@ class StagedStore:
         )  # fmt: skip
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
-        """See `Source`."""
-        if key != STAGED:
-            return self.store.get_range(key, offset, length)
-        space = memoryview(bytearray(length))
-        self.read_into(key, offset, space)
-        return space
+        """See `Source`: of packs."""
+        return self.store.get_range(key, offset, length)
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Source`.
-
-        Raises:
-            CorruptionError: the disk has lost what was staged.
-        """
-        if key != STAGED:  # what a network brings is never what was verified before
-            return not cached_only and self.store.read_into(key, offset, target)
-        with self._staged() as fd:
-            if cached_only:
-                return read_cached(fd, offset, target)
-            done = 0
-            while done < len(target):
-                got = os.preadv(fd, [target[done:]], offset + done)
-                if not got:
-                    raise too_short(key, offset, len(target), offset + done)
-                done += got
-        return True
+        """See `Source`: of packs. What a network brings is never what was verified before."""
+        return not cached_only and self.store.read_into(key, offset, target)
 
     def read_leaves(
         self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
         parts: Sequence[Part], cached_only: bool = False,
     ) -> int:  # fmt: skip
-        """See `ReadsLeaves`, and `read_into`."""
+        """See `ReadsLeaves`: of packs, as `read_into`; and of what was staged.
+
+        Raises:
+            CorruptionError: the disk has lost what was staged.
+        """
         if key != STAGED:
             return 0 if cached_only else self._read_leaves(key, offset, first, size, leaf_bytes, digests, parts)
         with self._staged() as fd:

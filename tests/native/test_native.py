@@ -233,6 +233,15 @@ def test_a_core_that_lies_is_not_believed_and_that_is_said_once(size: int) -> No
     assert ran.stderr.count("RuntimeWarning: cas_ckpt has no native core: ") == 1
 
 
+@needs_core
+@pytest.mark.parametrize("broken", ["del _native.word_sums", "_native.leaf_digests = lambda data: b''"])
+def test_a_core_of_another_version_is_not_taken(broken: str) -> None:
+    ran = in_a_process("from cas_ckpt import _native", broken, "from cas_ckpt import native", "print(native.STATE)")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("no native core: it is not of this version (")
+    assert ran.stderr.count("RuntimeWarning: cas_ckpt has no native core: ") == 1
+
+
 def test_without_a_core_all_works_and_that_is_said_once() -> None:
     program = (
         "import sys",

@@ -125,7 +125,7 @@ def groups_of(requests: Sequence[CellRequest]) -> Iterator[CellGroup]:
 def _address_of_one_cell(request: CellRequest) -> int | None:
     """Of a tensor in one piece that is one cell and can be hashed where it is; None: look closer.
 
-    Of thousands of small tensors each costs what is done here, a hundredth of what `_groups` takes for one.
+    Of thousands of small tensors each costs what is done here, without the arrays of NumPy that `_groups` makes.
     """
     grid = request.grid
     if len(request.parts) != 1 or [*request.numbers[:2]] != [0] or grid.cell != grid.shape:
