@@ -57,7 +57,8 @@ def test_a_handler_that_saves_or_loads_inside_of_a_save_or_load_has_done_it_or_i
     repo.commit(STATE)
     work()
     of = ("dcp/storage/reader.py",) if outer is loaded else WITH_LOCKS
-    places = places_in(work, of=lambda path: path.endswith(of))
+    noted = [places_in(work, of=lambda path: path.endswith(of)) for _ in range(3)]
+    places = [place for place in noted[0] if all(place in each for each in noted)]  # not what a collection comes to
     assert len(places) > 10
     for place in places[:: 1 if outer is saved is inner else 4]:
         with calling(handle) as done:
