@@ -33,7 +33,7 @@ from cas_ckpt.errors import UnsupportedVersionError
 _LOGGER = logging.getLogger("cas_ckpt")
 
 OLDEST, NEWEST = (2, 9), (2, 15)
-"""The releases of torch that tests were run with, the first and the last; README.md says which, and what was run."""
+"""The releases of torch that tests were run with, the first and the last; see docs/guide.md."""
 
 _DCP = "torch.distributed.checkpoint"
 

@@ -13,7 +13,7 @@ from tests.docs.example import example
 from tests.docs.index_schema import schema
 from tests.docs.json_page import objects
 from tests.docs.month_of_a_run import month
-from tests.docs.questions import questions, readme
+from tests.docs.questions import opening, questions
 from tests.docs.views_page import views
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "verbs": ("command-line.md", verbs),
     "views": ("sql.md", views),
     "questions": ("sql.md", questions),
-    "sql": ("../README.md", readme),
+    "opening": ("sql.md", opening),
     "month": ("remotes.md", month),
 }
 """Name of the part -> its page, and what makes it."""

@@ -226,19 +226,19 @@ def shown(ask: Callable[[str], str]) -> str:
     return "\n\n".join(parts)
 
 
-README = """
+OPENING = """
 SELECT c.step, m.value AS loss, c.mesh, c.total_bytes, c.new_bytes, max(s.started) AS restored
 FROM history h JOIN commits c USING (commit_no) JOIN metrics m USING (commit_no)
 LEFT JOIN restores s ON s.root_id = c.root_id AND s.error IS NULL
 WHERE h.name = 'main' AND m.name = 'loss' GROUP BY 1, 2, 3, 4, 5 ORDER BY loss"""
-"""The one query of README.md."""
+"""The first query of docs/sql.md."""
 
 
-def readme() -> str:
-    """The part of README.md: a command, and what it prints for the same repository."""
-    command = " \\\n    ".join(README.strip().splitlines())
+def opening() -> str:
+    """The first part of docs/sql.md: a command, and what it prints for the same repository."""
+    command = " \\\n    ".join(OPENING.strip().splitlines())
     with example() as path:
-        return f'```console\n$ cas-ckpt sql "{command}"\n{answer(path, README).rstrip()}\n```'
+        return f'```console\n$ cas-ckpt sql "{command}"\n{answer(path, OPENING).rstrip()}\n```'
 
 
 def questions() -> str:

@@ -1,4 +1,4 @@
-"""Patterns over keys mean what format and README say."""
+"""Patterns over keys mean what docs/format.md says."""
 
 from __future__ import annotations
 
