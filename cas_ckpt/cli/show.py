@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import METRIC, REGION, Settings, flag, keys_option, limit_option, verb
+from cas_ckpt.cli.command import REGION, Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.log import describe
 from cas_ckpt.cli.output import escaped, plain, subject, table
 from cas_ckpt.cli.signing import UNSIGNED, given_trust, said_of, trust_option
@@ -151,39 +151,27 @@ _COLUMNS = ("total", "new", "unique", "shared")
         "cas-ckpt stats",
         "cas-ckpt stats main~1",
         "cas-ckpt stats --requests --commits-per-day 96 --keep-days 14",
-        "cas-ckpt stats --requests --prices gs --price storage=0.01 --egress 0.2",
     ],
     also=[15],
 )
 @click.argument("revision", required=False)
-@flag("--requests", help="What a month of this run costs in a bucket.")
+@flag("--requests", help="What a month of this run costs in a bucket: requests and bytes.")
 @click.option("--commits-per-day", type=float, metavar="N", help="With --requests; default 48.")
 @click.option("--restores-per-day", type=float, metavar="N", help="With --requests; default 1.")
 @click.option("--looks-per-day", type=float, metavar="N", help="With --requests: log, ls and the like; default 100.")
 @click.option("--collections-per-day", type=float, metavar="N", help="With --requests: gc; default 1.")
 @click.option("--keep-days", type=float, metavar="N", help="With --requests: how long data is kept; default: for good.")
-@click.option("--egress", type=float, metavar="SHARE", help="With --requests: share of restores elsewhere; default 0.")
-@click.option("--prices", type=click.Choice(["s3", "gs"]), help="With --requests: whose list prices; default s3.")
-@click.option(
-    "--price",
-    "changed_prices",
-    type=METRIC,
-    multiple=True,
-    metavar="NAME=DOLLARS",
-    help="With --requests: writes, reads (a thousand), storage (GB a month), egress (GB); may be repeated.",
-)
 @click.pass_obj
 def stats(settings: Settings, /, revision: str | None, requests: bool, **month: Any) -> None:
     """Show how much the repository holds; or, with REVISION, one commit.
 
-    With --requests: what 30 days cost in requests, bytes and dollars, computed from the repository's own commits.
+    With --requests: what 30 days cost in requests and bytes, computed from the repository's own commits.
     Writes are PUT, POST and LIST requests (class A), reads GET and HEAD (class B).
     """
-    given = {name: value for name, value in month.items() if value not in (None, ())}
+    given = {name: value for name, value in month.items() if value is not None}
     if (given and not requests) or (requests and revision is not None):
-        raise click.UsageError("rates and prices are for --requests, which is about the whole repository")
+        raise click.UsageError("rates are for --requests, which is about the whole repository")
     if requests:
-        given["changed_prices"] = dict(month["changed_prices"])
         with settings.open() as repo:
             cost = repo.monthly_cost(**given)
         settings.show(cost, month_lines(cost))
@@ -211,9 +199,6 @@ def month_lines(cost: MonthlyCost) -> Iterator[str]:
         rows.append((row.what, *amounts, *(human_bytes(int(each)) for each in (row.written_bytes, row.read_bytes))))
     yield from table(rows, right=frozenset(range(1, 6)))
     yield f"stored on average: {human_bytes(int(cost.stored_bytes))}"
-    shown = ", ".join(f"{name} ${dollars:,.2f}" for name, dollars in cost.dollars.items() if name != "all")
-    yield f"${cost.dollars['all']:,.2f} a month: {shown}"
-    yield f"({cost.prices.source}; --price NAME=DOLLARS for others)"
 
 
 def _repository_rows(found: RepositoryStats) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cas_ckpt.arguments import reads_arguments
@@ -43,26 +42,19 @@ class UsageVerbs(Opened):
         looks_per_day: float = 100.0,
         collections_per_day: float = 1.0,
         keep_days: float | None = None,
-        egress: float = 0.0,
-        prices: str = "s3",
-        changed_prices: Mapping[str, float] | None = None,
     ) -> MonthlyCost:
-        """What a month of this run costs in a bucket: requests, bytes and dollars, from its own commits.
+        """What a month of this run costs in a bucket: requests and bytes, from its own commits.
 
         Args:
             commits_per_day, restores_per_day, looks_per_day, collections_per_day: How often what is done.
             keep_days: For how long commits keep their data; None: for good.
-            egress: Share (0 to 1) of what is restored that leaves the vendor's network.
-            prices: "s3" or "gs": list prices, which the answer says the date of.
-            changed_prices: Others than these, in dollars: "writes" and "reads" (a thousand), "storage" (a GB for a
-                month), "egress" (a GB).
         Raises:
-            NotFoundError: there is no commit yet. InvalidInputError: a number or name of another kind.
+            NotFoundError: there is no commit yet. InvalidInputError: a number of another kind.
         """
-        from cas_ckpt.ops.history.month import MonthRates, monthly_cost, prices_named
+        from cas_ckpt.ops.history.month import MonthRates, plan_month, run_facts
 
-        rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days, egress)
-        return monthly_cost(self._handle, rates, prices_named(prices, {} if changed_prices is None else changed_prices))
+        rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days)
+        return plan_month(run_facts(self._handle), rates)
 
     def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
         """What one commit holds, added, and has for itself alone."""

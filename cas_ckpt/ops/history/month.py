@@ -1,20 +1,18 @@
-"""stats --requests: what a month of a run costs in requests, bytes and money, in a bucket of S3 or Cloud Storage.
+"""stats --requests: what a month of a run costs in requests and bytes, in a bucket of S3 or Cloud Storage.
 
     1. `run_facts`   what the repository's own commits say: new bytes as stored, bytes of a state, what is there now
-    2. `plan_month`  pure: facts, how often what is done, and prices give requests, bytes and money
+    2. `plan_month`  pure: facts, and how often what is done, give requests and bytes
 
 Requests of one commit, look, restore or collection are constants here, counted on the real code by
 tests/ops/history/test_month.py. Classes of requests are those that vendors charge for: writes are PUT, POST and LIST
 (class A), reads are GET and HEAD (class B), deletions cost nothing.
-Invariant: the plan follows from its arguments alone; prices are the caller's, with defaults that carry their date.
+Invariant: the plan follows from its arguments alone. Prices are not here: they depend on vendor, region and contract.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from types import MappingProxyType
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, log_rows
@@ -24,7 +22,6 @@ from cas_ckpt.index import usage
 from cas_ckpt.transfer.sources import IN_FLIGHT_BYTES
 
 DAYS = 30.0
-GB = 1e9
 MOST_COMMITS = 100
 """Commits, the youngest of the repository, whose new bytes are averaged."""
 
@@ -79,7 +76,6 @@ class MonthRates:
     Attributes:
         commits_per_day, restores_per_day, looks_per_day, collections_per_day: Numbers from 0 on.
         keep_days: For how long commits keep their data; None: for good.
-        egress: Share (0 to 1) of what is restored that leaves the vendor's network.
     """
 
     commits_per_day: float = 48.0
@@ -87,37 +83,12 @@ class MonthRates:
     looks_per_day: float = 100.0
     collections_per_day: float = 1.0
     keep_days: float | None = None
-    egress: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            least_most = (0, 1) if each.name == "egress" else (0, 1e9)
-            if value is not None and not (isinstance(value, (int, float)) and least_most[0] <= value <= least_most[1]):
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= 1e9):
                 raise InvalidInputError(f"{each.name} is {shown_value(value)}: give a number from 0 on")
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a vendor charges, in dollars.
-
-    Attributes:
-        writes, reads: A thousand requests of class A and B.
-        storage: A gigabyte (10^9 bytes) for a month. egress: A gigabyte that leaves the vendor's network.
-        source: Where and of when they are.
-    """
-
-    writes: float
-    reads: float
-    storage: float
-    egress: float
-    source: str = "given"
-
-
-PRICES: Mapping[str, Prices] = MappingProxyType({
-    "s3": Prices(0.005, 0.0004, 0.023, 0.09, "list prices of Amazon S3 Standard, us-east-1, first tiers, of 2025"),
-    "gs": Prices(0.005, 0.0004, 0.020, 0.12, "list prices of Cloud Storage Standard, us-east1, first tiers, of 2025"),
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,46 +110,13 @@ class MonthlyCost(Brief):
     Attributes:
         rows: Requests and bytes of commits, restores, looks and collections, and their sums ("all").
         stored_bytes: That are there on average.
-        dollars: For writes, reads, storage, egress and all of it.
-        facts, rates, prices: What it was computed from.
+        facts, rates: What it was computed from.
     """
 
     rows: tuple[MonthRow, ...]
     stored_bytes: float
-    dollars: Mapping[str, float]
     facts: RunFacts
     rates: MonthRates
-    prices: Prices
-
-
-def monthly_cost(handle: RepositoryHandle, rates: MonthRates, prices: Prices) -> MonthlyCost:
-    """What a month of the run in this repository costs.
-
-    Raises:
-        NotFoundError: it has no commit yet.
-    """
-    return plan_month(run_facts(handle), rates, prices)
-
-
-def prices_named(name: str, changed: Mapping[str, float]) -> Prices:
-    """The prices of a vendor, but for those in `changed`.
-
-    Raises:
-        InvalidInputError: no such vendor or price.
-    """
-    known = PRICES.get(name)
-    if known is None:
-        raise InvalidInputError(f"prices are {shown_value(name)}: give one of {', '.join(PRICES)}")
-    names = [each.name for each in fields(Prices) if each.name != "source"]
-    if not isinstance(changed, Mapping):
-        raise InvalidInputError(f"changed_prices is {shown_value(changed)}: give a dict from names to dollars")
-    for each, value in changed.items():
-        is_price = isinstance(value, (int, float)) and 0 <= value <= 1e9
-        if not isinstance(each, str) or each not in names or not is_price:
-            what = f"{shown_value(each)}={shown_value(value)}"
-            raise InvalidInputError(f"price {what}: give dollars for {', '.join(names)}")
-    source = f"{known.source}, changed: {', '.join(sorted(changed))}" if changed else known.source
-    return replace(known, **changed, source=source)
 
 
 def run_facts(handle: RepositoryHandle) -> RunFacts:
@@ -207,8 +145,8 @@ def run_facts(handle: RepositoryHandle) -> RunFacts:
     )
 
 
-def plan_month(facts: RunFacts, rates: MonthRates, prices: Prices) -> MonthlyCost:
-    """What 30 days cost; see the module for what is counted."""
+def plan_month(facts: RunFacts, rates: MonthRates) -> MonthlyCost:
+    """What 30 days take; see the module for what is counted."""
     commits = rates.commits_per_day * DAYS
     rows = [
         MonthRow(
@@ -224,14 +162,7 @@ def plan_month(facts: RunFacts, rates: MonthRates, prices: Prices) -> MonthlyCos
     total = MonthRow("all", sum(row.times for row in rows), *(
         sum(getattr(row, name) for row in rows) for name in ("writes", "reads", "written_bytes", "read_bytes")
     ))  # fmt: skip
-    dollars = {
-        "writes": total.writes / 1000 * prices.writes,
-        "reads": total.reads / 1000 * prices.reads,
-        "storage": stored / GB * prices.storage,
-        "egress": total.read_bytes * rates.egress / GB * prices.egress,
-    }
-    dollars["all"] = sum(dollars.values())
-    return MonthlyCost((*rows, total), stored, MappingProxyType(dollars), facts, rates, prices)
+    return MonthlyCost((*rows, total), stored, facts, rates)
 
 
 def data_writes(num_bytes: float, pack_bytes: int) -> float:
