@@ -7,8 +7,8 @@ that swallow what the handler raises: sqlite3 reports it as an error of the data
 may then call cas_ckpt itself, and meets no such lock of its own thread. (Locks that guard a few lines in memory are
 RLocks for that reason, and commits refuse to be called inside of commits: repository/opened.py.)
 
-Invariant: no signal is lost, and a handler that somebody sets meanwhile stays. Parts are short, or look whether one
-came. In other threads than the main one, where handlers are never called, nothing is done.
+Invariant: no signal is lost, and a handler that somebody sets meanwhile stays. Parts are short. In
+other threads than the main one, where handlers are never called, nothing is done.
 """
 
 from __future__ import annotations
@@ -43,17 +43,11 @@ _NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
 
 
 class held_signals:  # noqa: N801 - reads as a function where it is used
-    """Holds the signals that handlers in Python are there for, inside of a `with` block.
-
-    It is true as soon as one came: a block that is long should end soon then.
-    """
+    """Holds the signals that handlers in Python are there for, inside of a `with` block."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._came: list[tuple[int, FrameType | None]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._came)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.append((number, frame))

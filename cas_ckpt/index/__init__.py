@@ -8,9 +8,7 @@
 
     the tables      `schema.py`; `rows.py` (plain values that go in and come out)
     for people      `views.py` (views of the tables that stay as they are) over `view_sql.py` (their columns, in the
-                    words of each database); `query.py` (SQL over them, read-only and within limits) over
-                    `query_text.py` (the text of a query, and its parameters) and `unfolding.py` (how long databases
-                    would make it)
+                    words of each database); `query.py` (SQL over them, read-only and within limits)
     the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
                     `open_lock.py` (who has a file open), `db_errors.py` (what they refuse), `roles.py` (who may do what
                     in a shared one)

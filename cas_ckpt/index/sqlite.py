@@ -5,9 +5,6 @@ Invariant: a connection begins transactions only when told to, and a file that h
 
 from __future__ import annotations
 
-import _sqlite3
-import ctypes
-import functools
 import os
 import shutil
 import sqlite3
@@ -217,18 +214,3 @@ def _probed(uri: str) -> sqlite3.Connection:
     with _closed_if_not_taken(connection):
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     return connection
-
-
-@functools.cache
-def _count_of_memory() -> Callable[[], int] | None:
-    library = ctypes.CDLL(getattr(_sqlite3, "__file__", None))
-    count = getattr(library, "sqlite3_memory_used", None)
-    if count is not None:
-        count.restype = ctypes.c_int64
-    return count
-
-
-def memory_used() -> int | None:
-    """Bytes that SQLite has taken in this process, all connections together; None: Python's SQLite does not say it."""
-    count = _count_of_memory()
-    return None if count is None else count()

@@ -23,7 +23,6 @@ from cas_ckpt.errors import (
     TooLargeError,
     TransientStorageError,
 )
-from cas_ckpt.index import query
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
 from cas_ckpt.index.query import QueryLimits, run_query
@@ -76,17 +75,6 @@ def test_no_other_statement_is_taken(index: Index, text: str) -> None:
     assert all_rows(index) == before
 
 
-@pytest.mark.parametrize(
-    "text", ["SELECT 1; DELETE FROM t_commits; COMMIT", "SELECT 1; COMMIT; DROP TABLE t_commits CASCADE"]
-)
-def test_the_server_takes_one_statement_alone_whatever_the_text_was_read_as(index: Index, text: str) -> None:
-    before = all_rows(index)
-    asked = query.Query((text,), (), 1)
-    with pytest.raises(InvalidInputError, match="cannot insert multiple commands"):
-        query._ask_postgres(index._database, asked, {}, query._Taken(SHORT))
-    assert all_rows(index) == before
-
-
 def test_a_write_that_a_query_hides_is_refused_by_the_read_only_transaction(
     index: Index, other: psycopg.Connection[Any]
 ) -> None:
@@ -129,16 +117,6 @@ def test_rows_are_asked_for_in_pieces_and_the_server_makes_no_more(index: Index)
     assert rows(index, "SELECT n, n::text FROM generate_series(1, 3000) n") == [(n, str(n)) for n in range(1, 3001)]
 
 
-@pytest.mark.parametrize("text", ["array_agg(n)", "json_agg(n)", "string_agg(n::text, ',')", "array_agg(n)::text"])
-def test_a_row_that_is_too_long_is_left_on_the_server(index: Index, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    came: list[object] = []
-    plain = query._plain
-    monkeypatch.setattr(query, "_plain", lambda value: came.append(value) or plain(value))
-    with pytest.raises(TooLargeError, match=r"bytes of values.*max_bytes="):
-        run_query(index, f"SELECT 1, {text} FROM generate_series(1, 50000) n", {}, QueryLimits(9, 1 << 18, 20.0))
-    assert came == []
-
-
 def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Connection[Any]) -> None:
     ask(index, "SELECT pg_advisory_lock(99), set_config('work_mem', '1GB', false)")
     assert _sessions(other) == 0
@@ -146,15 +124,6 @@ def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Co
     assert rows(index, "SELECT current_setting('work_mem') <> '1GB'") == [(1,)]
     index.add_packs([data_pack("e", ["y"])])
     assert _sessions(other) == 0
-
-
-def test_the_server_knows_how_much_time_is_left_and_ends_a_client_that_stops(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = iter([9.0, 7.0, 5.0, 5.0, 5.0, 5.0])
-    monkeypatch.setattr(query._Taken, "left_s", lambda _: next(left))
-    text = "SELECT current_setting('statement_timeout'), current_setting('idle_in_transaction_session_timeout')"
-    assert rows(index, text) == [("7s", "8s")]
 
 
 def test_backslashes_are_read_as_by_the_standard_whatever_the_server_is_set_to(
@@ -182,14 +151,6 @@ def _sessions(other: psycopg.Connection[Any]) -> int:
     return int(count)
 
 
-def test_quotes_comments_and_casts_of_this_dialect_are_read_as_it_reads_them(index: Index) -> None:
-    text = r"""
-        SELECT $$ :a ; $$, $t$ $$ ; :a $t$, E'\' ; :a', 1::int, 'x'::text || :a, /* /* ; :b */ ; */ U&'\0061', "c;:d".n
-        FROM (SELECT 1 AS n) AS "c;:d"
-    """
-    assert rows(index, text, a="%s") == [(" :a ; ", " $$ ; :a ", "' ; :a", 1, "x%s", "a", 1)]
-
-
 def test_values_that_only_this_database_has_become_numbers_and_text(index: Index) -> None:
     text = (
         "SELECT 12::numeric, 1.5::numeric, 'NaN'::numeric, true, date '2026-01-02', '[1]'::jsonb, ARRAY[1, 2], "
@@ -199,19 +160,6 @@ def test_values_that_only_this_database_has_become_numbers_and_text(index: Index
     assert (whole, type(whole), part) == (12, int, 1.5)
     assert nan != nan
     assert others == [1, "2026-01-02", "[1]", "[1, 2]", b"\0"]
-
-
-def test_numbers_that_no_float_holds_are_text_so_that_their_bytes_are_counted(index: Index) -> None:
-    ((number, whole),) = rows(index, "SELECT 10::numeric ^ 5000, 9223372036854775807::numeric + 1")
-    assert (type(number), len(number) >= 5000, whole) == (str, True, 2**63)
-    with pytest.raises(TooLargeError, match="bytes of values"):
-        run_query(index, "SELECT 10::numeric ^ 5000 FROM generate_series(1, 300)", {}, QueryLimits(1000, 1 << 20, 20.0))
-
-
-def test_a_comment_ends_where_this_dialect_ends_it(index: Index) -> None:
-    assert rows(index, "SELECT 1 --\r + :a", a=2) == [(3,)]
-    with pytest.raises(InvalidInputError, match="several statements"):
-        ask(index, "SELECT 1 --\r; DELETE FROM t_commits")
 
 
 def test_more_time_than_the_server_takes_is_as_much_as_it_takes(index: Index) -> None:

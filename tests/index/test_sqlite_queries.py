@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +27,6 @@ from tests.index.queries_suite import ENDLESS
 from tests.index.views_suite import ask, filled, rows
 
 SHORT = QueryLimits(1000, 1 << 24, 0.5)
-"""A value may have a megabyte."""
 
 NUMBERS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r"
 
@@ -111,9 +109,9 @@ def test_what_an_index_has_is_read_by_any_name(index: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["fts3_tokenizer('simple')", "FTS3_TOKENIZER('simple')", "load_extension('x')", "json_patch('{}', '{}')"]
+    "call", ["fts3_tokenizer('simple')", "FTS3_TOKENIZER('simple')", "load_extension('x')", "sqlite_log(1, 'x')"]
 )
-def test_functions_that_do_more_than_to_read_or_that_nothing_ends_are_refused(index: Index, call: str) -> None:
+def test_functions_that_do_more_than_to_read_are_refused(index: Index, call: str) -> None:
     with pytest.raises(InvalidInputError, match="not authorized to use function"):
         ask(index, f"SELECT {call}")
 
@@ -136,45 +134,14 @@ def test_plans_of_queries_can_be_looked_at(index: Index) -> None:
     "text",
     [
         "SELECT zeroblob(2000000)", "SELECT randomblob(1000000000)", "SELECT hex(zeroblob(600000))",
-        f"{NUMBERS} LIMIT 1000) SELECT group_concat(hex(zeroblob(10000))) FROM r",
-        f"{NUMBERS} LIMIT 1000) SELECT json_group_array(hex(zeroblob(10000))) FROM r",
+        f"{NUMBERS} LIMIT 100) SELECT group_concat(hex(zeroblob(10000))) FROM r",
+        f"{NUMBERS} LIMIT 100) SELECT json_group_array(hex(zeroblob(10000))) FROM r",
         "WITH RECURSIVE r(x) AS (SELECT 'ab' UNION ALL SELECT x || x FROM r) SELECT max(length(x)) FROM r",
     ],
 )  # fmt: skip
 def test_a_value_that_is_too_long_is_an_error(index: Index, text: str) -> None:
     with pytest.raises(TooLargeError, match=r"bytes of values.*max_bytes="):
-        run_query(index, text, {}, SHORT)
-
-
-LONG = "hex(zeroblob(400000))"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "SELECT printf('%.*c', 1000000000, 'x')", "SELECT printf('%1000000000d', 1)",
-        "SELECT printf('%*d', 100000000, 1)",
-        f"SELECT instr({LONG}, {LONG} || 'x')", f"SELECT replace({LONG}, {LONG} || 'x', '')",
-        f"SELECT trim({LONG}, {LONG})", f"SELECT rtrim({LONG}, {LONG} || 'x')",
-        f"SELECT ltrim({LONG}, 'x' || {LONG})", "SELECT format('%1000000000d', 1)",
-    ],
-)  # fmt: skip
-def test_functions_that_would_take_long_in_one_step_are_refused(index: Index, text: str) -> None:
-    begun = time.monotonic()
-    with pytest.raises(InvalidInputError, match=r"\(\) of texts that are too long"):
-        run_query(index, text, {}, SHORT)
-    assert time.monotonic() - begun < 5
-
-
-def test_the_same_functions_are_sqlites_own_otherwise(index: Index) -> None:
-    with sqlite3.connect(":memory:") as plain:
-        for text in (
-            "SELECT instr('abc', 'c'), instr('abc', 'x'), instr(NULL, 'a'), instr(x'0102', x'02'), instr('å∫ç', 'ç')",
-            "SELECT replace('aXa', 'a', 'bb'), replace('a', '', 'x'), replace(1.5, '5', 'z'), replace(NULL, 1, 2)",
-            "SELECT trim('  a '), ltrim('xxa', 'x'), rtrim('abab', 'ab'), trim(x'20', ' '), trim(NULL)",
-            "SELECT printf('%5.2f|%-6s|%03d|%q', 1.005, 'a', 7, 'it''s'), printf('%,d', 1234567), printf('%%')",
-        ):
-            assert rows(index, text) == plain.execute(text).fetchall()
+        run_query(index, text, {}, QueryLimits(1000, 1 << 20, 60.0))
 
 
 def test_numbers_and_nulls_are_counted_as_eight_bytes_each(index: Index) -> None:
@@ -190,16 +157,10 @@ def test_rows_that_come_quickly_end_in_time_as_well(index: Index, monkeypatch: p
         run_query(index, f"{NUMBERS}) SELECT n FROM r", {}, QueryLimits(1 << 40, 1 << 40, 0.3))
 
 
-def test_long_patterns_are_refused(index: Index) -> None:
-    with pytest.raises(InvalidInputError, match="pattern too complex"):
-        ask(index, "SELECT 'a' LIKE :pattern", pattern="%a" * 200)
-
-
 def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: Path) -> None:
     """In a process of its own, so that its most memory is that of the query."""
     program = f"""
         import re
-        from cas_ckpt.errors import TooLargeError
         from cas_ckpt.index.index import Index
         from cas_ckpt.index.query import QueryLimits, run_query
 
@@ -212,34 +173,19 @@ def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: P
             before = most_kb()
             text = "{NUMBERS} LIMIT 150000) SELECT count(*) FROM (SELECT DISTINCT hex(randomblob(200)) FROM r)"
             print(run_query(index, text, {{}}, limits).rows, most_kb() - before)
-            try:
-                text = "{NUMBERS} LIMIT 1000) SELECT json_group_array(hex(zeroblob(100000))) FROM r"
-                run_query(index, text, {{}}, QueryLimits(1, 1 << 24, 100))
-            except TooLargeError as error:
-                print("bytes of values" in str(error), most_kb() - before)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=110
     )
-    (answer, taken_kb), gathered = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+    answer, taken_kb = done.stdout.rsplit(" ", 1)
     assert answer == "[(150000,)]"
     assert int(taken_kb) < 30_000, "75 MB of rows were kept"
-    assert gathered[0] == "True"
-    assert int(gathered[1]) < 100_000, "200 MB were gathered before their length was looked at"
-
-
-class Ended(BaseException):
-    """What a handler of a signal raises."""
-
-
-def _raise_ended(*_: object) -> None:
-    raise Ended
 
 
 @pytest.fixture
-def pressed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[signal.Signals]]:
-    """The signals in it come, from another thread, when a query has looked at the clock."""
-    begun, signals = threading.Event(), [signal.SIGINT]
+def pressed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGINT comes, from another thread, when a query has looked at the clock."""
+    begun = threading.Event()
     is_late = query._Taken.is_late
 
     def looked(taken: query._Taken) -> bool:
@@ -248,59 +194,46 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[signal.Signals]]:
 
     def press() -> None:
         begun.wait(60)
-        for number in signals:
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(query._Taken, "is_late", looked)
     thread = threading.Thread(target=press)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     thread.start()
-    yield signals
+    yield
     begun.set()
     thread.join()
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(
-    "text", [ENDLESS, f"{NUMBERS}) SELECT max(instr(hex(zeroblob(2000)), n)) FROM r", f"{NUMBERS}) SELECT n FROM r"]
-)
-def test_ctrl_c_ends_a_query(index: Index, pressed: list[signal.Signals], text: str) -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("text", [ENDLESS, f"{NUMBERS}) SELECT median(n) FROM r", f"{NUMBERS}) SELECT n FROM r"])
+def test_ctrl_c_ends_a_query(index: Index, pressed: None, text: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_query(index, text, {}, QueryLimits(1 << 40, 1 << 40, 60.0))
-    assert signal.getsignal(signal.SIGINT) is before
     assert rows(index, "SELECT message FROM commits") == [("a",)]
     index.add_packs([commit_pack("b")])
 
 
-def test_another_signal_ends_a_query_with_what_its_handler_raises(index: Index, pressed: list[signal.Signals]) -> None:
-    pressed[:] = [signal.SIGUSR1]
-    before = signal.signal(signal.SIGUSR1, _raise_ended)
-    try:
-        with pytest.raises(Ended):
-            run_query(index, ENDLESS, {}, QueryLimits(1, 1 << 20, 60.0))
-        assert signal.getsignal(signal.SIGUSR1) is _raise_ended
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+def test_a_signal_whose_handler_returns_lets_a_query_go_on(index: Index, pressed: None) -> None:
+    came: list[object] = []
+    signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    found = run_query(index, f"{NUMBERS} LIMIT 3000000) SELECT count(*) FROM r", {}, QueryLimits(1, 99, 60.0))
+    assert (found.rows, came) == ([(3_000_000,)], [1])
 
 
-def test_a_thread_asks_where_no_signal_can_be_held(index: Index) -> None:
+def test_a_thread_asks(index: Index) -> None:
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(rows(index, "SELECT message FROM commits")))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread.start()
     thread.join()
-    signal.signal(signal.SIGINT, before)
     assert found == [("a",)]
 
 
 def test_the_median_of_numbers_is_there_and_ends_in_time(index: Index) -> None:
     text = "SELECT median(column1), median(NULL), median(column1) FILTER (WHERE column1 < 3) FROM (VALUES {})"
     assert rows(index, text.format("(9), (1), (2.5), (NULL)")) == [(2.5, None, 1.75)]
-    with pytest.raises(TooLargeError, match=r"within 0\.5 seconds|bytes of values"):
+    with pytest.raises(TooLargeError, match=r"within 0\.5 seconds"):
         run_query(index, f"{NUMBERS}) SELECT median(n) FROM r", {}, SHORT)
-    with pytest.raises(TooLargeError, match="bytes of values"):
-        run_query(index, f"{NUMBERS} LIMIT 9000) SELECT median(n) FROM r", {}, QueryLimits(9, 1 << 16, 60.0))
 
 
 def test_unique_bytes_by_branch_and_week_take_twice_the_steps_for_twice_the_commits(
@@ -336,56 +269,6 @@ def test_json_is_unfolded_as_in_views(index: Index) -> None:
     text = "SELECT j.key, j.value FROM commits c, json_each(c.metrics) j WHERE c.message = 'b'"
     assert rows(index, text) == [("loss", 1.5)]
     assert rows(index, "SELECT value FROM json_tree('[[7]]') WHERE type = 'integer'") == [(7,)]
-
-
-def test_an_answer_of_very_many_columns_is_refused(index: Index) -> None:
-    assert len(rows(index, "SELECT " + ", ".join(["1"] * 200))[0]) == 200
-    for text in (
-        "SELECT " + ", ".join(["1"] * 201),
-        "SELECT " + "+".join(f"length(max(hex({n})))" for n in range(300)),
-    ):
-        with pytest.raises(InvalidInputError, match="too many columns|more than 200 aggregate"):
-            ask(index, text)
-
-
-def test_values_of_a_long_query_may_not_be_long_together(index: Index) -> None:
-    text = "SELECT {}".format
-    assert run_query(index, text(", ".join(["length(randomblob(1000000))"] * 10)), {}, SHORT).rows
-    with pytest.raises(TooLargeError, match="less in a long query"):
-        run_query(index, text(", ".join(["length(randomblob(1000000))"] * 100)), {}, SHORT)
-    assert rows(index, f"SELECT 7 IN ({', '.join(map(str, range(10_000)))})") == [(1,)]
-
-
-def test_functions_that_sqlite_does_not_interrupt_look_at_the_clock(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[int] = []
-
-    def is_late(_: object) -> bool:
-        looks.append(1)
-        return len(looks) > 3
-
-    monkeypatch.setattr(query._Taken, "is_late", is_late)
-    with pytest.raises(TooLargeError, match="no answer within"):
-        ask(index, "SELECT " + " + ".join(f"instr('a', {number})" for number in range(50)))
-    assert len(looks) == 4
-
-
-def test_a_text_that_printf_would_make_too_long_is_an_error_and_not_null(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = []
-    restrict = query._restrict
-
-    def noted(connection: sqlite3.Connection, guard: query._Guard, value_bytes: int) -> None:
-        restrict(connection, guard, value_bytes)
-        limits.append(guard.plain.getlimit(sqlite3.SQLITE_LIMIT_LENGTH))
-
-    monkeypatch.setattr(query, "_restrict", noted)
-    with pytest.raises(TooLargeError, match="bytes of values"):
-        run_query(index, "SELECT printf(replace(hex(zeroblob(2000)), '00', '%999d'), 1)", {}, SHORT)
-    assert limits == [SHORT.max_bytes // 16]
-    assert rows(index, "SELECT printf(NULL), printf('%s', NULL)") == [(None, "")]
 
 
 def test_an_index_in_memory_is_asked_as_one_in_a_file_and_others_go_on(index: Index) -> None:
