@@ -262,7 +262,7 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "session": frozenset({"host", "process", "started_us", "heard_us"}),
     "policy": frozenset({"default", "branches", "time_us", "author", "nonce"}),
     "signers": frozenset({"branches", "time_us", "author", "nonce"}),
-    "bundle": frozenset({"values", "prerequisites"}),
+    "bundle": frozenset({"prerequisites"}),
     "settings": frozenset({"remotes", "index_url", "nonce"}),
     "tiers": frozenset({"failures", "nonce"}),
 })  # fmt: skip

@@ -17,6 +17,7 @@
     gcs.py            Google Cloud Storage: objects, parts that are composed
     gcs_requests.py   its credentials, connections, retries and limits, on google-cloud-storage
     bucket_url.py     scheme://bucket/prefix?setting=value
+    stored_zip.py     zips in which nothing is compressed: where their members are
     url.py            from a path or URL to its store
     probe.py          what a medium really does: conditional writes, order of listings, a shared page cache
 

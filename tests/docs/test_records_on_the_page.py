@@ -10,6 +10,7 @@ import struct
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import blake3
 import numpy as np
@@ -58,15 +59,6 @@ def hints_of(pack: bytes) -> dict[str, Any]:
     return found
 
 
-def directory_of(bundle: bytes) -> bytes:
-    """The sealed directory of a bundle, by section 9."""
-    assert bundle[:16] == b"CASCKBND" + b"\1\0" + bytes(6)
-    magic, offset, length = struct.unpack("<8sQQ", bundle[-32:-8])
-    assert magic == b"CASCKBNE" and bundle[-8:] == blake3.blake3(bundle[-32:-8]).digest()[:8]
-    assert offset + length == len(bundle) - 32
-    return bundle[offset : offset + length]
-
-
 def fill(repo: Repository, folder: Path) -> None:
     """Make a record of every kind, with every field."""
     key = SigningKey.generate()
@@ -97,7 +89,8 @@ def stored(s3_process: S3Server, tmp_path_factory: pytest.TempPathFactory) -> di
     fill(repo, folder)
     store = repo._handle.store
     values = {key: bytes(store.get(key)) for key, _ in store.list("")}
-    values["bundle"] = directory_of((folder / "run.bundle").read_bytes())
+    with ZipFile(folder / "run.bundle") as bundle:
+        values["bundle"] = bundle.read("bundle")
     repo.close()
     return values
 

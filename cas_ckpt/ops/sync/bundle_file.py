@@ -1,38 +1,28 @@
-"""A bundle: the values of a repository in one file, to be carried where no network goes (docs/format.md, "Bundles").
+"""A bundle: the values of a repository in one zip, to be carried where no network goes (docs/format.md, "Bundles").
 
-    header      16 bytes: magic, version
-    values      one after another: packs as they are in any store, then records
-    directory   a sealed record: key, offset and length of each value, and which commits the taker must have
-    trailer     32 bytes: where the directory is, and a check
+Each member is a value, stored under its key; the member `bundle` is a sealed record of the commits that the taker must
+have. `unzip` makes of a bundle that carries everything the folder of a repository.
 
 Invariant: the file is under its name whole, or not at all. What is read of one is believed no more than what any store
-gives: keys and places are checked when it is opened, before memory is taken, and values prove themselves.
+gives: names and places are checked when it is opened, and values prove themselves.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import struct
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-from blake3 import blake3
+from typing import Any, NoReturn, Self
+from zipfile import ZipFile, ZipInfo
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import (
-    CorruptionError,
-    InvalidInputError,
-    NotFoundError,
-    PermissionDeniedError,
-    StorageError,
-    UnsupportedVersionError,
-)
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, most_bytes, seal, unseal
-from cas_ckpt.objects.pack import CHECK_BYTES, PACK_PREFIX
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError, StorageError
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.storage.disk import UnnamedFile, sync_file, sync_folder
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import (
@@ -40,127 +30,50 @@ from cas_ckpt.storage.store import (
     Abilities,
     byte_view,
     check_key,
-    check_prefix,
     check_range,
-    missing,
     too_long,
     too_short,
-    writable_view,
     writing,
 )
-from cas_ckpt.uncopied import Uncopied
+from cas_ckpt.storage.stored_zip import stored_members
 
 VERSION = 1
-HEADER_MAGIC, TRAILER_MAGIC = b"CASCKBND", b"CASCKBNE"
-DIRECTORY_KEY = "bundle"
-MAX_DIRECTORY_BYTES = most_bytes("bundle")
-
-_HEADER = struct.Struct("<8sH6x")
-_TRAILER = struct.Struct("<8sQQ")
-_TRAILER_BYTES = _TRAILER.size + CHECK_BYTES
+RECORD = "bundle"
+"""Key and kind of the record that is in bundles only."""
 
 
-class _Appending:
-    """One pack that is being written to the end of a bundle; a `StreamWriter`."""
+class _FileValues(MemoryStore):
+    """A store of values some of which are in a file, at `places`: (offset, length) by key."""
 
-    def __init__(self, bundle: BundleWriter, key: str) -> None:
-        self._bundle, self._key = bundle, key
-        self._start = bundle.end
-        self._open = True
-
-    def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`."""
-        if not self._open:
-            raise StorageError(f"{self._key}: this writer has ended")
-        self._bundle.append(byte_view(data))
-
-    def commit(self) -> None:
-        """See `StreamWriter.commit`."""
-        self._end()
-        self._bundle.places[self._key] = self._start, self._bundle.end - self._start
-
-    def abort(self) -> None:
-        """See `StreamWriter.abort`."""
-        if self._open:
-            self._bundle.cut(self._start)
-            self._end()
-
-    def _end(self) -> None:
-        if not self._open:
-            raise StorageError(f"{self._key}: this writer has ended")
-        self._open = False
-        self._bundle.turn.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-
-class BundleWriter(MemoryStore):
-    """A store whose packs go straight into a new bundle, one at a time; records stay in memory until it is finished.
-
-    Attributes:
-        places: Pack -> where it is in the file, and how long.
-        end: Length of the file so far.
-        turn: Held while a pack is being written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(url=f"bundle://{path}")
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str], fd: int) -> None:
+        super().__init__(url=f"bundle://{os.fspath(path)}")
+        self.fd = fd
         self.places: dict[str, tuple[int, int]] = {}
-        self.end = 0
-        self.turn = threading.Lock()
-        with writing(str(path)):
-            self._file = UnnamedFile(path)
-        self.append(memoryview(_HEADER.pack(HEADER_MAGIC, VERSION)))
 
-    def append(self, data: memoryview) -> None:
-        """Add `data` to the end of the file."""
-        with writing(str(self.path)):
-            while data:
-                done = os.pwrite(self._file.fd, data, self.end)
-                self.end += done
-                data = data[done:]
-
-    def cut(self, length: int) -> None:
-        """Take away what is behind `length`."""
-        with writing(str(self.path)):
-            os.ftruncate(self._file.fd, length)
-        self.end = length
-
-    def open_writer(self, key: str) -> Any:
-        """See `Store.open_writer`; waits while another pack is being written."""
-        check_key(key)
-        if not key.startswith(PACK_PREFIX):
-            return super().open_writer(key)
-        self.turn.acquire()
-        return _Appending(self, key)
-
-    def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
-        if not key.startswith(PACK_PREFIX):
-            super().put(key, data)
-            return
-        writer = self.open_writer(key)
-        try:
-            writer.write(data)
-            writer.commit()
-        finally:
-            writer.abort()
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        if key not in self.places:
+            return super().get(key)
+        if (size := self.places[key][1]) > MOST_VALUE_BYTES:
+            raise too_long(key, size)
+        return bytes(self.get_range(key, 0, size))
 
     def get_range(self, key: str, offset: int, length: int) -> memoryview:
         """See `Store.get_range`."""
         if key not in self.places:
             return super().get_range(key, offset, length)
+        check_range(key, offset, length)
         start, size = self.places[key]
         if offset + length > size:
             raise too_short(key, offset, length, size)
-        return memoryview(os.pread(self._file.fd, length, start + offset))
+        data = memoryview(bytearray(length))
+        done = 0
+        while done < length:
+            count = os.preadv(self.fd, [data[done:]], start + offset + done)
+            if not count:
+                raise CorruptionError(f"{self.url}: it ends at {start + offset + done} bytes: copy the file again")
+            done += count
+        return data.toreadonly()
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
         """See `Store.get_tail`."""
@@ -175,36 +88,114 @@ class BundleWriter(MemoryStore):
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See `Store.list`."""
-        packs = [(key, size) for key, (_, size) in self.places.items() if key.startswith(prefix)]
-        return iter(sorted([*super().list(prefix), *packs]))
+        placed = [(key, size) for key, (_, size) in self.places.items() if key.startswith(prefix)]
+        return iter(sorted([*super().list(prefix), *placed]))
+
+
+class _Appending:
+    """One pack that is being written to the end of a bundle; a `StreamWriter`."""
+
+    def __init__(self, bundle: BundleWriter, key: str) -> None:
+        self._bundle, self._key = bundle, key
+        self._member = bundle.zip.open(ZipInfo(key), "w", force_zip64=True)
+        self._start = bundle.file.tell()
+
+    def write(self, data: Buffer) -> None:
+        """See `StreamWriter.write`."""
+        self._require_open()
+        with writing(self._bundle.url):
+            self._member.write(byte_view(data))
+
+    def commit(self) -> None:
+        """See `StreamWriter.commit`."""
+        self._require_open()
+        num_bytes = self._bundle.file.tell() - self._start
+        with writing(self._bundle.url):
+            self._member.close()
+            self._bundle.file.flush()
+        self._bundle.places[self._key] = self._start, num_bytes
+        self._bundle.turn.release()
+
+    def abort(self) -> None:
+        """See `StreamWriter.abort`: the bundle cannot be finished any more."""
+        if not self._member.closed:
+            self._bundle.is_broken = True
+            with suppress(OSError):  # what could not be written is thrown away
+                self._member.close()
+            self._bundle.turn.release()
+
+    def _require_open(self) -> None:
+        if self._member.closed:
+            raise StorageError(f"{self._key}: this writer has ended")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class BundleWriter(_FileValues):
+    """A store whose packs go straight into a new bundle, one at a time; records stay in memory until it is finished.
+
+    Attributes:
+        turn: Held while a pack is being written.
+        is_broken: A pack was begun and is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with writing(str(path)):
+            self._unnamed = UnnamedFile(path)
+        super().__init__(path, self._unnamed.fd)
+        self._folder = path.parent
+        self.file = open(self.fd, "w+b", closefd=False)  # noqa: SIM115 - until `close`
+        self.zip = ZipFile(self.file, "w")
+        self.turn = threading.Lock()
+        self.is_broken = False
+
+    def open_writer(self, key: str) -> Any:
+        """See `Store.open_writer`; waits while another pack is being written."""
+        if not check_key(key).startswith(PACK_PREFIX):
+            return super().open_writer(key)
+        self.turn.acquire()
+        return _Appending(self, key)
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`."""
+        if not key.startswith(PACK_PREFIX):
+            super().put(key, data)
+            return
+        with self.open_writer(key) as writer:
+            writer.write(data)
+            writer.commit()
 
     def finish(self, prerequisites: Iterable[Digest]) -> int:
-        """Write records and directory, and let the file have its name; its length in bytes."""
-        places = dict(self.places)
-        for key, _ in list(super().list("")):
-            data = super().get(key)
-            places[key] = self.end, len(data)
-            self.append(memoryview(data))
-        payload = {
-            "values": [[key, *place] for key, place in sorted(places.items())],
-            "prerequisites": sorted(set(prerequisites)),
-        }
-        directory, start = seal("bundle", VERSION, payload, key=DIRECTORY_KEY), self.end
-        self.append(memoryview(directory))
-        trailer = _TRAILER.pack(TRAILER_MAGIC, start, len(directory))
-        self.append(memoryview(trailer + blake3(trailer).digest(length=CHECK_BYTES)))
-        with writing(str(self.path)):
-            sync_file(self._file.fd)
-            self._file.publish(replace=True)
-            sync_folder(self.path.parent)
-        return self.end
+        """Write the records, and let the file have its name; its length in bytes."""
+        if self.is_broken:
+            raise StorageError(f"{self.url}: a pack in it is not whole: make the bundle again")
+        super().put(RECORD, seal(RECORD, VERSION, {"prerequisites": sorted(set(prerequisites))}, key=RECORD))
+        with writing(self.url):
+            for key, _ in MemoryStore.list(self, ""):
+                self.zip.writestr(ZipInfo(key), self.get(key))
+            self.zip.close()
+            num_bytes = self.file.tell()
+            self.file.close()
+            sync_file(self.fd)
+            self._unnamed.publish(replace=True)
+            sync_folder(self._folder)
+        return num_bytes
 
     def close(self) -> None:
         """Leave nothing of a bundle that was not finished. Idempotent."""
-        self._file.discard()
+        for part in (self.zip, self.file):
+            with suppress(OSError):  # what could not be written is thrown away
+                part.close()
+        self._unnamed.discard()
 
 
-class BundleStore(Uncopied):
+class BundleStore(_FileValues):
     """The values of a bundle, to be read.
 
     Attributes:
@@ -220,135 +211,46 @@ class BundleStore(Uncopied):
             NotFoundError: there is no such file. CorruptionError: it is not a whole bundle.
             UnsupportedVersionError: of a newer version.
         """
-        self.url = f"bundle://{os.fspath(path)}"
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            super().__init__(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except FileNotFoundError:
             raise NotFoundError(f"{os.fspath(path)}: there is no such file") from None
         except OSError as error:
             raise StorageError(f"reading {os.fspath(path)}: {error.strerror}") from error
         try:
-            status = os.fstat(self._file)
+            status = os.fstat(self.fd)
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidInputError(f"{os.fspath(path)} is not a file: give that of a bundle")
             self.size_bytes = status.st_size
-            self._places, self.prerequisites = self._read_directory()
+            self.prerequisites = self._open()
         except BaseException:
             self.close()
             raise
 
-    def _read_directory(self) -> tuple[dict[str, tuple[int, int]], tuple[Digest, ...]]:
-        header = self._bytes(0, min(_HEADER.size, self.size_bytes))
-        if len(header) < _HEADER.size or header[:8] != HEADER_MAGIC:
+    def _open(self) -> tuple[Digest, ...]:
+        try:
+            with open(self.fd, "rb", buffering=0, closefd=False) as raw:
+                self.places = stored_members(raw)
+            for key in self.places:
+                check_key(key)
+        except ValueError as error:
+            raise CorruptionError(f"{self.url}: no whole bundle of cas_ckpt: {error}: copy the file again") from error
+        if RECORD not in self.places:
             raise CorruptionError(f"{self.url}: this is not a bundle of cas_ckpt")
-        if (version := _HEADER.unpack(header)[1]) > VERSION:
-            raise UnsupportedVersionError(f"{self.url}: a bundle of version {version}: upgrade cas_ckpt")
-        if header != _HEADER.pack(HEADER_MAGIC, VERSION):
-            raise CorruptionError(f"{self.url}: its header is damaged: copy the file again")
-        trailer = self._bytes(max(self.size_bytes - _TRAILER_BYTES, 0), min(_TRAILER_BYTES, self.size_bytes))
-        body, check = trailer[: _TRAILER.size], trailer[_TRAILER.size :]
-        if body[:8] != TRAILER_MAGIC or blake3(body).digest(length=CHECK_BYTES) != check:
-            raise CorruptionError(f"{self.url}: its end is missing or damaged: copy the file again")
-        _, start, length = _TRAILER.unpack(body)
-        if length > MAX_DIRECTORY_BYTES or start + length + _TRAILER_BYTES != self.size_bytes:
-            raise CorruptionError(f"{self.url}: its trailer names a directory that cannot be there")
-        payload = unseal("bundle", self._bytes(start, length), version=VERSION, key=DIRECTORY_KEY)
-        places: dict[str, tuple[int, int]] = {}
-        try:
-            for key, offset, size in payload["values"]:
-                if type(offset) is not int or type(size) is not int or not 0 <= size <= start - offset or offset < 0:
-                    raise ValueError(f"{key!r:.80} is outside of the file")
-                places[check_key(key)] = offset, size
-            prerequisites = tuple(payload["prerequisites"])
-            are_ids = all(isinstance(one, bytes) and len(one) == DIGEST_BYTES for one in prerequisites)
-            if not are_ids or len(places) != len(payload["values"]):
-                raise ValueError("ids of other lengths, or a key twice")
-        except (TypeError, ValueError) as error:
-            raise CorruptionError(f"{self.url}: a directory of odd form: {error}") from error
-        return places, prerequisites
+        prerequisites = unseal(RECORD, self.get(RECORD), version=VERSION, key=RECORD)["prerequisites"]
+        if type(prerequisites) is not list or any(
+            type(one) is not bytes or len(one) != DIGEST_BYTES for one in prerequisites
+        ):
+            raise CorruptionError(f"{self.url}: prerequisites of odd form: copy the file again")
+        return tuple(prerequisites)
 
-    def _bytes(self, offset: int, length: int) -> bytes:
-        parts, at = [], offset
-        while at < offset + length:
-            part = os.pread(self._file, offset + length - at, at)
-            if not part:
-                raise CorruptionError(f"{self.url}: it ends at {at} bytes: copy the file again")
-            parts.append(part)
-            at += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise PermissionDeniedError(f"{self.url}: a bundle is never changed: make a new one")
 
-    def _place(self, key: str) -> tuple[int, int]:
-        try:
-            return self._places[check_key(key)]
-        except KeyError:
-            raise missing(key) from None
-
-    def get(self, key: str) -> bytes:
-        """See `Store.get`."""
-        start, size = self._place(key)
-        if size > MOST_VALUE_BYTES:
-            raise too_long(key, size)
-        return self._bytes(start, size)
-
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """See `Store.get_range`."""
-        check_range(key, offset, length)
-        start, size = self._place(key)
-        if offset + length > size:
-            raise too_short(key, offset, length, size)
-        return self._bytes(start + offset, length)
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
-        check_range(key, 0, length)
-        start, size = self._place(key)
-        wanted = min(length, size)
-        return size, self._bytes(start + size - wanted, wanted)
-
-    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`."""
-        view = writable_view(target)
-        view[:] = self.get_range(key, offset, len(view))
-        return True
-
-    def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`."""
-        check_range(key, offset, length)
-
-    def head(self, key: str) -> int:
-        """See `Store.head`."""
-        return self._place(key)[1]
-
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`."""
-        check_prefix(prefix)
-        return iter(sorted((key, size) for key, (_, size) in self._places.items() if key.startswith(prefix)))
-
-    def put(self, key: str, data: Buffer) -> None:
-        """Refused: a bundle is never changed."""
-        raise self._refusal()
-
-    def open_writer(self, key: str) -> Any:
-        """Refused."""
-        raise self._refusal()
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Refused."""
-        raise self._refusal()
-
-    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """Refused."""
-        raise self._refusal()
-
-    def delete(self, key: str) -> None:
-        """Refused."""
-        raise self._refusal()
-
-    def _refusal(self) -> PermissionDeniedError:
-        return PermissionDeniedError(f"{self.url}: a bundle is never changed: make a new one")
+    put = open_writer = put_if_absent = compare_and_swap = delete = _refuse
 
     def close(self) -> None:
         """See `Store.close`."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
