@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.over_s3.again import again
+from tests.over_buckets.again import again
 
 pytestmark = pytest.mark.slow
 

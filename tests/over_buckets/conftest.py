@@ -1,4 +1,8 @@
-"""Stores in buckets in the place of folders and of memory."""
+"""Object stores over buckets in memory, in the place of folders and of stores in memory.
+
+What is tested here is `ObjectStore` and what rests on it; what the vendors' files do: on servers, in tests/storage and
+test_servers.py.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,27 @@ import pytest
 from cas_ckpt.core import create
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.storage import url
+from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import Store, StreamWriter
 from cas_ckpt.testing.faults import _WriterAround
+from tests.memory_bucket import MemoryBucket
 from tests.schedule.soundness import Shelf
-from tests.servers import S3Server
 
 
-@pytest.fixture(autouse=True)
-def in_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def generations() -> bool:
+    """Whether each write has a version of its own; modules whose tests swap values try both."""
+    return False
+
+
+@pytest.fixture
+def in_buckets(generations: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder is a prefix of one bucket, the same one for the same path; each world of a schedule is a new one."""
-    bucket, numbers, opened = s3.new_bucket(), itertools.count(), list[Store]()
+    bucket, numbers, opened = MemoryBucket(generations=generations), itertools.count(), list[Store]()
     prefixes: dict[str, str] = {}
 
     def store(prefix: str) -> Store:
-        opened.append(url.open_store(s3.url(bucket, prefix)))
+        opened.append(ObjectStore(bucket, f"{prefix}/", url=f"s3://bucket/{prefix}"))
         return opened[-1]
 
     def of_folder(path: Path) -> Store:
@@ -36,6 +47,7 @@ def in_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(create, "REMOTE_ENCODING", create.DEFAULT_ENCODING)  # tests know how long its packs are
     monkeypatch.setattr(url, "FileStore", of_folder)
+    monkeypatch.setattr(url, "_open_s3", lambda text: store(text.removeprefix("s3://bucket/")))
     monkeypatch.setattr(Shelf, "copy", lambda shelf: BucketShelf(in_memory(), shelf.values))
     yield
     for one in opened:

@@ -5,8 +5,10 @@ Races 16 and 22, of stores that ignore conditions or deny deletion, are in tests
 
 import pytest
 
-from tests.over_s3.again import again
+from tests.over_buckets.again import again
 from tests.schedule import test_pushing, test_races
+
+pytestmark = pytest.mark.usefixtures("in_buckets")
 
 WANTED = (
     "test_1_a_", "test_2_", "test_3_", "test_14_a_", "test_14_also", "test_15_a_request", "test_20_a_", "test_26_",
@@ -15,9 +17,14 @@ WANTED = (
 globals().update(again("tests.schedule.test_races", lambda name: name.startswith(WANTED)))
 
 
+@pytest.fixture(params=[False, True], ids=["etags", "generations"])
+def generations(request: pytest.FixtureRequest) -> object:
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _a_few_of_the_requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_races, "EVERY", 29 if "push" in request.node.name or "clone" in request.node.name else 13)
+    monkeypatch.setattr(test_races, "EVERY", 11 if "push" in request.node.name or "clone" in request.node.name else 5)
 
 
 def test_14_some_requests_of_a_push_fail_or_lose_their_replies() -> None:

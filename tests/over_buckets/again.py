@@ -1,7 +1,7 @@
-"""The repository's own tests, run again with the repositories in buckets.
+"""The repository's own tests, run again with the repositories in buckets, or with the index in PostgreSQL.
 
 `again("tests.ops.refs.test_refs_verbs")` gives a module the tests of another one. The fixture `in_buckets` of
-conftest.py puts an S3 store wherever the code opens a folder, and where a schedule copies its world.
+conftest.py puts an object store wherever the code opens a folder, and where a schedule copies its world.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Garbage collection, in a bucket. Tests that look into a folder stay where they are."""
 
-from tests.over_s3.again import again
+import pytest
+
+from tests.over_buckets.again import again
+
+pytestmark = pytest.mark.usefixtures("in_buckets")
 
 IN_A_FOLDER = (
     "test_writers_go_on_while_a_dead_collection_leaves_packs_condemned",

@@ -11,12 +11,12 @@ from itertools import pairwise
 import pytest
 
 from cas_ckpt import Repository
-from tests.over_s3.rank_cases import PART_BYTES, VICTIM, whole_state
+from tests.over_buckets.rank_cases import PART_BYTES, VICTIM, whole_state
 from tests.proxy import Fault, Proxy, edit
 from tests.ranks import results, run_processes
 from tests.servers import S3Server
 
-CASES = "tests.over_s3.rank_cases"
+CASES = "tests.over_buckets.rank_cases"
 SIZE = 4
 RESTORES = ("four ranks", "three ranks", "replicas", "no folder to stage in")
 
