@@ -241,9 +241,7 @@ class _Publishing:
         ref = ref_for_writing(handle, RefKind.BRANCH, branch)
         if self.made is not None and _follows(handle, ref.target, self.made.digest):
             return self._published(self.made, None)
-        state = read_gc_state(handle.store)  # asked AFTER the ref was read
-        require_current(state, ref.generation, key=ref.key)
-        if not handle.is_current(state, self.generation):
+        if not _is_current(handle, ref, self.generation):
             self._catch_up()
             return None
         commit = self._on_top_of(ref)
@@ -303,17 +301,13 @@ class _Publishing:
         handle, at = self.handle, self.packs[-1].key
         if self.publication.announce is not None:
             self.publication.announce(made)
-        try:
-            swapped = handle.refs.swap(
-                ref, made.digest, generation=self.generation, signed_only=signed_only,
-                pack=None if hints is None else pack_name(at),
-            )  # fmt: skip
-        except ConflictError:
+        swapped = _swapped(
+            handle, ref, made.digest, generation=self.generation, signed_only=signed_only,
+            pack=None if hints is None else pack_name(at),
+        )  # fmt: skip
+        if swapped is None:
             return None
-        except StorageError:
-            if not _follows(handle, handle.refs.get(RefKind.BRANCH, ref.name).target, made.digest):
-                raise
-            # The swap was done, its reply was lost, and somebody has built on it already.
+        if swapped is ref:
             return self._published(made, None)
         if hints is not None:
             handle.hints.note(made.digest, made.data, at, hints)
@@ -333,6 +327,63 @@ class _Publishing:
 
     def _published(self, made: Node, ref: Ref | None) -> Published:
         return Published(made, self.packs, self.written, self.generation, ref)
+
+
+def _is_current(handle: RepositoryHandle, ref: Ref, generation: Generation) -> bool:
+    """w3: whether `generation`, under which all was seen to be stored, is that of now; asked AFTER `ref` was read."""
+    state = read_gc_state(handle.store)
+    require_current(state, ref.generation, key=ref.key)
+    return handle.is_current(state, generation)
+
+
+def _swapped(
+    handle: RepositoryHandle, ref: Ref, target: Digest, *, generation: Generation, signed_only: bool | None,
+    pack: bytes | None, move: Move | None = None, note: str | None = None, signature: TagSignature | None = None,
+) -> Ref | None:  # fmt: skip
+    """w6: the ref as it is now, `ref` itself if somebody has built on `target` already; None: somebody moved it."""
+    try:
+        return handle.refs.swap(
+            ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only,
+            pack=pack,
+        )  # fmt: skip
+    except ConflictError:
+        return None  # a garbage collection fenced the ref, or somebody moved it: the next look says
+    except StorageError as error:
+        try:
+            now = handle.refs.get(ref.kind, ref.name).target
+        except NotFoundError:
+            raise error from None
+        if now == ref.target or not _follows(handle, now, target):  # nor does what it was before say that it moved
+            raise
+        return ref  # the swap was done, its reply was lost, and somebody has built on it already
+
+
+def _let_name(
+    handle: RepositoryHandle, ref: Ref, target: Digest, *, generation: Generation, move: Move | None,
+    note: str | None, signature: TagSignature | None, is_new: bool = False,
+) -> Ref | None:  # fmt: skip
+    """w6 of a commit that is stored, whole: as `_swapped`.
+
+    A branch takes a commit back that was forgotten, for it goes on from there: before the swap, as nobody can build on
+    it by then; and after it, as `forget` looks at the refs again when it has written. One of the two sees the other.
+    Tags and pins keep their commit by naming it, and do not move on.
+
+    Args:
+        is_new: See `publish_copied`.
+    """
+    is_branch = ref.kind is RefKind.BRANCH
+    signed_only = check_move(handle, ref, ref.name, target) if is_branch else None
+    if is_branch and not is_new:
+        unforget(handle, [target])
+    named = _swapped(
+        handle, ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only,
+        pack=handle.hints.pack_of(target),
+    )  # fmt: skip
+    if named is not None and named is not ref:
+        handle.note_refs([named])
+        if is_branch and not is_new:
+            unforget(handle, [target])
+    return named
 
 
 def _is_lost(handle: RepositoryHandle, head: Digest, pack: bytes | None) -> bool:
@@ -501,10 +552,6 @@ def publish_ref(
 ) -> Ref:
     """Let a branch, tag or pin name an old commit: the same steps, with "refuse" in place of "upload".
 
-    A branch takes a commit back that was forgotten, for it goes on from there: before the swap, as nobody
-    can build on it by then; and after it, as `forget` looks at the refs again when it has written. One of
-    the two sees the other. Tags and pins keep their commit by naming it, and do not move on.
-
     Args:
         move: Entry for the ref's log; what the ref named before is filled in here.
         force: Move a ref that exists; else it must be new.
@@ -532,25 +579,14 @@ def publish_ref(
         if seen is not None and ref.target != seen.target:
             raise ConflictError(f"{kind.label} {name!r} moved while it was set: look at it, then try again")
         seen = ref
-        state = read_gc_state(handle.store)  # asked AFTER the ref was read
-        require_current(state, ref.generation, key=ref.key)
-        if handle.is_current(state, generation):
+        if _is_current(handle, ref, generation):
             require_complete(handle, target, generation, likely=likely)
-            move = replace(move, old=ref.target)
-            signed_only = check_move(handle, ref, name, target) if kind is RefKind.BRANCH else None
-            if kind is RefKind.BRANCH:
-                unforget(handle, [target])
-            try:
-                named = handle.refs.swap(
-                    ref, target, generation=generation, move=move, note=note, signature=signature,
-                    signed_only=signed_only, pack=handle.hints.pack_of(target),
-                )  # fmt: skip
-                handle.note_refs([named])
-            except ConflictError:
-                continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
-            if kind is RefKind.BRANCH:
-                unforget(handle, [target])
-            return named
+            named = _let_name(
+                handle, ref, target, generation=generation, move=replace(move, old=ref.target), note=note,
+                signature=signature,
+            )  # fmt: skip
+            if named is not None:
+                return named
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
 
 
@@ -601,31 +637,16 @@ def publish_copied(
     """
     for _ in range(MAX_ATTEMPTS):
         ref = ref_for_writing(handle, kind, name)
-        state = read_gc_state(handle.store)  # asked AFTER the ref was read
-        require_current(state, ref.generation, key=ref.key)
-        if not handle.is_current(state, generation):
+        if not _is_current(handle, ref, generation):
             raise GenerationMoved
         if ref.target == target and note in (None, ref.note) and signature in (None, ref.signature):
             return ref
-        move = admit(ref.target)
-        signed_only = check_move(handle, ref, name, target) if kind is RefKind.BRANCH else None
-        if kind is RefKind.BRANCH and not is_new:
-            unforget(handle, [target])
-        try:
-            named = handle.refs.swap(
-                ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only,
-                pack=handle.hints.pack_of(target),
-            )  # fmt: skip
-        except ConflictError:
-            continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
-        except StorageError:
-            if not _follows(handle, handle.refs.get(kind, name).target, target):
-                raise
-            return ref  # the swap was done, its reply was lost, and somebody has built on it already
-        handle.note_refs([named])
-        if kind is RefKind.BRANCH and not is_new:
-            unforget(handle, [target])
-        return named
+        named = _let_name(
+            handle, ref, target, generation=generation, move=admit(ref.target), note=note, signature=signature,
+            is_new=is_new,
+        )  # fmt: skip
+        if named is not None:
+            return named
     raise ConflictError(f"{kind.label} {name!r} was changed {MAX_ATTEMPTS} times by others: try again")
 
 

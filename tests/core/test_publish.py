@@ -11,9 +11,9 @@ import pytest
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import publish_lost_ref
+from cas_ckpt.core.publish import publish_copied, publish_lost_ref
 from cas_ckpt.core.refs import RefKind, new_move, ref_key
-from cas_ckpt.errors import ConflictError, NotFoundError
+from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -115,3 +115,30 @@ def test_a_repair_that_fails_beside_a_first_commit_leaves_what_says_that_its_bra
     with suppress(NotFoundError, ConflictError):
         publish_lost_ref(repairing, RefKind.BRANCH, "new", nowhere, move=new_move(None, nowhere, "repaired", "tests"))
     assert beside.happened and other.refs.was_announced(ref_key(RefKind.BRANCH, "new"))
+
+
+class RefusedSwapStore(MemoryStore):
+    """Refuses one swap of a record, which is not done."""
+
+    armed = False
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Any) -> None:
+        if self.armed:
+            raise TransientStorageError("not now")
+        super().compare_and_swap(key, expected, data)
+
+
+def test_a_branch_that_is_moved_back_over_a_store_that_refuses_is_not_taken_for_moved() -> None:
+    store = RefusedSwapStore()
+    write_config(store, Config(new_store_id()))
+    handle = RepositoryHandle.on_store(store, index_url=":memory:")
+    before = Digest(bytes.fromhex(commit(handle, {"a": 1}, message="before").id))
+    after = Digest(bytes.fromhex(commit(handle, {"a": 2}, message="after").id))
+    generation = handle.begin_writing()
+    store.armed = True
+    with pytest.raises(TransientStorageError, match="not now"):
+        publish_copied(
+            handle, RefKind.BRANCH, "main", before, generation=generation,
+            admit=lambda old: new_move(old, before, "forced", "somebody"),
+        )  # fmt: skip
+    assert handle.refs.get(RefKind.BRANCH, "main").target == after
