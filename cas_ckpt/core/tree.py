@@ -50,7 +50,7 @@ from cas_ckpt.objects.state import (
     render_name,
     walk,
 )
-from cas_ckpt.objects.structures import STRUCTURE_KINDS
+from cas_ckpt.objects.structures import STRUCTURE_KINDS, part_of_fields
 
 MAX_DEPTH = 200
 
@@ -181,32 +181,37 @@ def lower(page: TreeNode, above: TreeNode, entry: PageEntry) -> TreeNode:
     return page
 
 
-def select(tree: Container, patterns: KeyPatterns) -> Container:
+def select(tree: Container, patterns: KeyPatterns, *, into_live: bool = False) -> Container:
     """The part of `tree` whose keys match; containers that hold nothing of it are left out.
 
+    Args:
+        into_live: It is matched with a live state: what is left keeps its kind and its numbers.
     Raises:
         NotFoundError: a pattern matches nothing.
     """
     if not patterns:
         return tree
-    chosen = _select(tree, (), patterns)
+    chosen = _select(tree, (), patterns, into_live=into_live)
     patterns.require_used()
     return chosen or Container(tree.kind, {}, tree.attrs)
 
 
-def _select(container: Container, path: Path, patterns: KeyPatterns) -> Container | None:
+def _select(container: Container, path: Path, patterns: KeyPatterns, *, into_live: bool) -> Container | None:
     kept: dict[Any, Item] = {}
     for name, child in container.children.items():
         at = (*path, name)
         if isinstance(child, Container) and child.children and child.kind in CONTAINER_KINDS:
-            inner = _select(child, at, patterns)
+            inner = _select(child, at, patterns, into_live=into_live)
             if inner is not None:
                 kept[name] = inner
         elif patterns.matches(render_key(at)):
             kept[name] = child
+    if into_live or not kept:
+        attrs = part_of_fields(container.attrs, kept) if container.kind in STRUCTURE_KINDS else container.attrs
+        return Container(container.kind, kept, attrs) if kept else None
     # A list of which only some items are wanted would shift them: it becomes a dict by number.
     partial = container.kind in ("list", "tuple", *STRUCTURE_KINDS) and len(kept) < len(container.children)
-    return Container("dict" if partial else container.kind, kept, container.attrs) if kept else None
+    return Container("dict" if partial else container.kind, kept, container.attrs)
 
 
 def decode_values(

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.nodes import name_order
-from cas_ckpt.objects.state import Name, parse_key
+from cas_ckpt.objects.state import Name, Path, parse_key, render_key
 
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
 _MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
@@ -133,6 +133,10 @@ class KeyPatterns:
         if not found and len(self._others) < MOST_OTHERS:
             self._others.append(key)
         return found
+
+    def selects(self, path: Path) -> bool:
+        """Whether everything at and below `path` is meant; all is, without a pattern."""
+        return not self or self.matches(render_key(path))
 
     @property
     def unused(self) -> list[str]:

@@ -53,7 +53,6 @@ from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing.trust import Trust
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.overlaps import warn_of_overlaps
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
@@ -177,7 +176,7 @@ def checkout_state(
     else:
         handle.head = head_with_part(
             before, Digest(found).hex(), branch, (keys,) if isinstance(keys, str) else keys,
-            is_whole=lambda patterns: all(map(Selection(patterns).covers, (path for path, _ in walk(tree)))),
+            is_whole=lambda patterns: all(map(KeyPatterns(patterns).selects, (path for path, _ in walk(tree)))),
         )  # fmt: skip
     if plan.per_rank_skipped and rank == 0:
         _LOGGER.warning(
@@ -210,7 +209,7 @@ def _restore(
     root = Digest(row.root)
     tree = whole = load_tree(handle, root)
     if keys is not None:
-        tree = Selection(keys).prune(tree)
+        tree = select(tree, KeyPatterns(keys), into_live=True)
     with naming_forgotten(handle, root):
         tree = with_values(handle, tree, allow_pickle=allow_pickle)
     plan = plan_restore(

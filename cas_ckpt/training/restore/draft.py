@@ -23,20 +23,7 @@ from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueEr
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, Spec
-from cas_ckpt.objects.state import (
-    CONTAINER_KINDS,
-    ArrayTarget,
-    Container,
-    Item,
-    Name,
-    Path,
-    StoredTensor,
-    TensorCopy,
-    ValueItem,
-    render_key,
-    walk,
-)
-from cas_ckpt.objects.structures import STRUCTURE_KINDS, part_of_fields
+from cas_ckpt.objects.state import ArrayTarget, Container, Item, Path, StoredTensor, TensorCopy, ValueItem, render_key
 from cas_ckpt.training.capture.composites import PACKED_DTYPES, decompose
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
@@ -68,49 +55,6 @@ from cas_ckpt.training.restore.memory import (
 
 SHOWN = 10
 """Keys of each kind that a message names before it counts."""
-
-
-class Selection:
-    """The keys that one or several patterns cover; all keys without a pattern.
-
-    The patterns are those of objects/patterns.py. Unlike `select` (core/tree.py), what is left keeps its kind and its
-    numbers, because it is matched with a live state.
-    """
-
-    def __init__(self, patterns: str | Sequence[str] | None = None) -> None:
-        self._patterns = KeyPatterns(patterns)
-
-    def covers(self, path: Path) -> bool:
-        """Whether everything at and below `path` is selected."""
-        return not self._patterns or self._patterns.matches(render_key(path))
-
-    def prune(self, tree: Container) -> Container:
-        """`tree` with nothing but the selected entries and the containers that lead to them.
-
-        Raises:
-            NotFoundError: a pattern matches no key.
-        """
-        if not self._patterns:
-            return tree
-        pruned = self._kept(tree, ())
-        if self._patterns.unused or not isinstance(pruned, Container):
-            raise self._patterns.unmatched()
-        return pruned
-
-    def _kept(self, item: Item, path: Path) -> Item | None:
-        if self.covers(path):
-            for below, _ in walk(item, path):
-                self.covers(below)  # so that a pattern which only matches in there counts as used
-            return item
-        if not isinstance(item, Container) or item.kind not in CONTAINER_KINDS:
-            return None
-        kept: dict[Name, Item] = {}
-        for name, child in item.children.items():
-            found = self._kept(child, (*path, name))
-            if found is not None:
-                kept[name] = found
-        attrs = part_of_fields(item.attrs, kept) if item.kind in STRUCTURE_KINDS else item.attrs
-        return Container(item.kind, kept, attrs) if kept else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +109,7 @@ class RestoreDraft:
     """
 
     def __init__(
-        self, selection: Selection, *, layout: Callable[[], LayoutObject] = LayoutObject, strict: bool = True
+        self, selection: KeyPatterns, *, layout: Callable[[], LayoutObject] = LayoutObject, strict: bool = True
     ) -> None:
         self.selection = selection
         self.strict = strict
@@ -202,11 +146,11 @@ class RestoreDraft:
             InvalidInputError: the target has a name there that no key can hold.
         """
         if not isinstance(path[-1], (str, int)):
-            if not self.selection.covers(path[:-1]):
+            if not self.selection.selects(path[:-1]):
                 return
             where = render_key(path[:-1]) or "the target"
             raise InvalidInputError(f"{where} has the key {shown_value(path[-1])}: give text or integers as keys")
-        if self.selection.covers(path):
+        if self.selection.selects(path):
             self.missing.append(path)
             self._values_of_missing.append((path, value))
 
@@ -230,7 +174,7 @@ class RestoreDraft:
 
     def note_missing_names(self, names: Iterable[str], path: Path) -> set[str]:
         """Those of the parts `names` of the object at `path` that were asked for; they are noted as missing."""
-        missing = {name for name in names if self.selection.covers((*path, name))}
+        missing = {name for name in names if self.selection.selects((*path, name))}
         self.missing += [(*path, name) for name in sorted(missing)]
         return missing
 

@@ -42,9 +42,11 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from cas_ckpt.core.tree import select
 from cas_ckpt.errors import InvalidInputError, MismatchError, PartialRestoreError, UnsupportedValueError
 from cas_ckpt.objects.digest import ATOMS
 from cas_ckpt.objects.layouts import LayoutObject
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import (
     RANKS,
     Container,
@@ -66,7 +68,7 @@ from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.tensors import DTYPE_NAMES, PLAIN_TENSORS, is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
 from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names, rng_item
-from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, Selection, describe, may_fill_array
+from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, describe, may_fill_array
 from cas_ckpt.training.restore.materialize import Builder, constant, container_builder
 from cas_ckpt.training.restore.optimizers import (
     check_shapes,
@@ -140,10 +142,10 @@ def plan_restore(
     """
     if not isinstance(state, MutableMapping):
         raise InvalidInputError(f"the target is a {type(state).__name__}: a dict of names to objects is needed")
-    selection = Selection(keys)
+    selection = KeyPatterns(keys)
     draft = RestoreDraft(selection, layout=layout, strict=strict)
     planner = _Walk(draft, Names(state), rank, world_size)
-    build = planner.mapping(state, selection.prune(tree), (), planner.in_place)
+    build = planner.mapping(state, select(tree, selection, into_live=True), (), planner.in_place)
     draft.settle_missing()
     unexpected = tuple(map(render_key, draft.unexpected))
     if world_size > 1:
@@ -162,7 +164,7 @@ def plan_restore(
 
 def refuse_unexpected(keys: Sequence[str]) -> None:
     """Raise MismatchError if there are `keys` in a commit that no rank's target has."""
-    draft = RestoreDraft(Selection())
+    draft = RestoreDraft(KeyPatterns(None))
     draft.unexpected.extend(map(parse_key, keys))
     draft.raise_mismatch()
 
@@ -224,7 +226,7 @@ class _Walk:
         draft = self.draft
         if len(path) > MAX_DEPTH:
             return draft.made.builder(item, path)  # which refuses it
-        if type(target) in ATOMS and type(item) is ValueItem and draft.selection.covers(path):
+        if type(target) in ATOMS and type(item) is ValueItem and draft.selection.selects(path):
             return constant(item.value)  # the most frequent case, and nothing of what follows concerns it
         if isinstance(item, Container) and item.kind == RANKS and not is_stateful(target):
             draft.faults.append(_not_per_rank(target, path))
@@ -246,7 +248,7 @@ class _Walk:
         kind = item.kind if isinstance(item, Container) else ""
         if (type(target) is dict or is_module_state(target)) and kind in _MAPPINGS:
             return self.mapping(target, item, path, self.in_place)
-        if draft.selection.covers(path) and not holds_fixed(target):
+        if draft.selection.selects(path) and not holds_fixed(target):
             return self._new(target, item, path)
         if type(target) in (dict, OrderedDict) and kind in _MAPPINGS:
             return self.mapping(target, item, path, self.in_place)
@@ -263,7 +265,7 @@ class _Walk:
         # Of a part the others keep their places, and so does what is restored.
         order: Sequence[Name] = ()
         if type(target) is OrderedDict and isinstance(item, Container) and item.kind == "odict":
-            order = in_order(item) if self.draft.selection.covers(path) else ()
+            order = in_order(item) if self.draft.selection.selects(path) else ()
 
         versions = self.draft.layout.versions.get(render_key(path)) if is_module_state(target) else None
 
@@ -375,7 +377,7 @@ class _Walk:
         for name, child in item.children.items():
             builders[name] = self.handed_over(own.get(name), child, (*path, name))
         for name, value in own.items():
-            if name not in builders and not self.draft.selection.covers((*path, name)):
+            if name not in builders and not self.draft.selection.selects((*path, name)):
                 builders[name] = constant(value)
         return builders
 
@@ -389,7 +391,7 @@ class _Walk:
 
     def stateful(self, target: Stateful, item: Item, path: Path) -> None:
         """Match `target` with `item` and note how it will be loaded."""
-        if isinstance(target, RNGState) and self.draft.selection.covers(path):  # a part does not tell what it is of
+        if isinstance(target, RNGState) and self.draft.selection.selects(path):  # a part does not tell what it is of
             item = rng_item(item)
         is_ranks = isinstance(item, Container) and item.kind == RANKS
         if isinstance(target, PerRank) or (isinstance(target, RNGState) and (self.world_size > 1 or is_ranks)):
@@ -424,7 +426,7 @@ class _Walk:
                 return
             target, load, build = adapter.optimizer, partial(write_checked, adapter, path=path), planned
         else:
-            if isinstance(target, RNGState) and self.draft.selection.covers(path):
+            if isinstance(target, RNGState) and self.draft.selection.selects(path):
                 stored = children(children(item).get("generators"))
                 check_generator_names(target, {str(name) for name in stored}, key=render_key(path))
             build = self._compared(target, state, item, path, self.handed_over(state, item, path))
@@ -492,7 +494,7 @@ class _Walk:
                 return
             if isinstance(item, Container) and item.kind == RANKS:
                 if self.rank not in item.children:
-                    if self.draft.selection.covers(path):
+                    if self.draft.selection.selects(path):
                         self.draft.faults.append(f"{render_key(path)}: the commit lacks the value of rank {self.rank}")
                     return
                 item, path = item.children[self.rank], (*path, self.rank)
@@ -514,7 +516,7 @@ class _Walk:
         if isinstance(target, StateDict) or not isinstance(own, Mapping):
             return build
         if not _holds_dict(item):
-            if own and draft.selection.covers(path):
+            if own and draft.selection.selects(path):
                 fault = f"{render_key(path)}: the target saves a dict, the commit holds {describe(item)}"
                 draft.faults.append(f"{fault}: commit and restore objects of one kind")
             return build
