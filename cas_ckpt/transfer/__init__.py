@@ -11,10 +11,9 @@ Restoring:
     4. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; filling.py brings a chunk to
        all targets that want it; fetch.py does that for a list of chunks: first every byte is verified, then every byte
        is copied into place; or both chunk by chunk, in one pass. Over a network read_plan.py joins what is near into
-       spans, arrivals.py reads them, sources.py keeps what was read and verified until it is copied; past_cache.py
-       reads so what a local disk has and the page cache has not
-    5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another.
-       restore_memory.py says with how many threads, and how much in a round
+       spans, arrivals.py reads them, sources.py keeps what was read and verified until it is copied; arrivals.py also
+       reads, past the page cache, what a local disk has and memory has not
+    5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
     6. scan.py reads packs from front to end, for fsck
 
 Between stores: copying.py copies extents as they are stored, verified, into new packs of another store.

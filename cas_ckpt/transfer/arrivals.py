@@ -1,12 +1,16 @@
 """Chunks that are read in spans: as a span arrives its chunks are verified, then staged, or put into place at once.
 
     1. `wanted_of` says where what is wanted of each chunk is; read_plan.py joins what is near into units
-    2. several threads read units, as many at once as are of use to the store
+    2. several threads read units (`Arrivals`): over a network as many at once as are of use to the store; of a local
+       disk what is not in memory, past the page cache, in large aligned blocks, two on their way at a time (`Blocks`)
     3. as many as may compute verify what arrived, each chunk from elsewhere if it is damaged or gone there
-    4. `stage_as_they_arrive` keeps what is verified (sources.py); `fill_as_they_arrive` fills the targets with it
+    4. what becomes of it the caller says: `staged`, `placed` or `checked`
 
-Invariant: no byte is read twice unless it is damaged, gone, or could not be staged. What fills a target was verified
-where it was read. Must not know: tensors, ranks.
+To fill the page cache costs memory and, where memory is new to a virtual machine, more time than the disk takes
+(docs/decisions/013): `both_ways` reads through it as long as that is fast enough, and the rest past it.
+
+Invariant: over a network no byte is read twice unless it is damaged, gone, or could not be staged. What fills a target
+was verified where it was read. Must not know: tensors, ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +19,52 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TypeAlias
 
+from cas_ckpt import clock
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.pack import Location
-from cas_ckpt.progress import Progress
-from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover
-from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, leaves_of, named
-from cas_ckpt.transfer.read_plan import Span, Unit, Wanted, longest_bytes, opening_first, plan_units
-from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, requests_at_once
+from cas_ckpt.storage.store import ReadsPastCache, Store, too_short
+from cas_ckpt.transfer.chunk_reader import VerifiedExtent, cover
+from cas_ckpt.transfer.filling import ChunkFiller, ReadOptions, StoredChunk, leaves_of, named
+from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, longest_bytes, opening_first, plan_units
+from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, new_memory, requests_at_once
 from cas_ckpt.transfer.workers import run_all
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""
+
+WORTH_BYTES = 256 * 1024 * 1024
+"""Less than that is read through the page cache, where it is found again."""
+
+IN_FLIGHT = 2
+"""Reads on their way at one time: one keeps a disk idle between two, four made this one slower (docs/decisions/013)."""
+
+BLOCK_BYTES, _LEAST_BLOCK_BYTES = 8 * 1024 * 1024, 1024 * 1024
+_BLOCK_GAP_BYTES = 256 * 1024
+
+TRIED_BYTES = 64 * 1024 * 1024
+"""So much is read past the page cache twice before the other way is looked at; the second time is measured."""
+
+SLICE_BYTES = 128 * 1024 * 1024
+"""After so much that was read through the page cache it is looked at whether that is still fast enough.
+
+What it costs above that may add up to as much as it may take longer for two slices: where it is taken for keeping
+alone, one slice that takes 1.3 times as long is enough; where it spares a second read, a slow moment is not.
+"""
+
+WORTH_KEEPING = 1.1
+"""Through the page cache may take so many times as long as past it: what is in it is found again."""
+
+WORTH_A_SECOND_READ = 1.9
+"""The same where what is past the page cache is read, and verified, twice."""
+
+PROBES = 8
+"""Places of each pack where it is looked at whether the page cache has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +73,6 @@ class Piece:
 
     chunk: StoredChunk
     place: Location | None = None
-
-
-def fill_as_they_arrive(
-    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
-    relocate: Relocate | None,
-) -> None:  # fmt: skip
-    """Read and verify all chunks, and fill their parts at once: for targets that nobody knows, or may be touched.
-
-    Args:
-        chunks: Each once.
-    """
-    arrivals = Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
-    _read_units(store, chunks, lambda: SpanFiller(arrivals), memory_bytes)
-
-
-def stage_as_they_arrive(
-    source: StagedStore, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
-    relocate: Relocate | None,
-) -> None:  # fmt: skip
-    """Read and verify all chunks, and stage them as far as there is room; each then has the `extents` that hold it."""
-    arrivals = Arrivals(source, num_threads, progress, relocate)
-    _read_units(source.store, chunks, lambda: _SpanVerifier(arrivals), memory_bytes)
-
-
-def _read_units(
-    store: Store, chunks: Sequence[StoredChunk], make_reader: Callable[[], SpanReader], memory_bytes: int
-) -> None:
-    read_bytes = memory_bytes // 2  # each reader has a span, and what of it is decoded or put in its place
-    limits = limits_of(store, bytes_to_read(chunks), memory_bytes=read_bytes)
-    units = opening_first(plan_units(wanted_of(chunks), limits))
-    at_once = requests_at_once(store, longest_bytes(units), memory_bytes=read_bytes)
-    run_all(units, lambda: make_reader().take, num_threads=at_once)
 
 
 def bytes_to_read(chunks: Sequence[StoredChunk]) -> int:
@@ -119,17 +123,52 @@ def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:
     return found
 
 
-class Arrivals:
-    """What the threads share that read one list of units."""
+Keep: TypeAlias = Callable[[ChunkFiller, StoredChunk, VerifiedExtent], bool]
+"""Verifies what is wanted of an extent, and says whether it was staged: `checked`, `placed`, `Arrivals.staged`."""
 
-    def __init__(self, source: StagedStore, num_threads: int, progress: Progress, relocate: Relocate | None) -> None:
-        self.source = source
-        self.progress = progress
-        self.relocate = relocate
-        self.computing = threading.Semaphore(num_threads)
+
+def checked(filler: ChunkFiller, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
+    """Verifies what arrives, and keeps nothing of it."""
+    filler.reader.place(extent, ((),), chunk.to_verify)
+    return False
+
+
+def placed(filler: ChunkFiller, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
+    """Fills the targets; with a chunk of several extents by one after the other."""
+    filler.fill_from(chunk, extent)
+    return False
+
+
+class Arrivals:
+    """What the threads share that read one list of units, many at once over a network.
+
+    Args:
+        source: A store, or one that stages what is verified.
+    """
+
+    def __init__(self, source: Store | StagedStore, options: ReadOptions) -> None:
+        self.source = source if isinstance(source, StagedStore) else StagedStore(source, (), None, 0)
+        self.options = options
+        self.computing = threading.Semaphore(options.num_threads)
         self._lock = threading.Lock()
         self._opened: dict[str, threading.Event] = {}
         self._extents: dict[bytes, list[tuple[VerifiedExtent, bool]] | None] = {}
+
+    def read(self, chunks: Sequence[StoredChunk], keep: Keep) -> None:
+        """Read and verify all chunks (each is there once), and do with them what `keep` does.
+
+        The phase is told what the targets get of each chunk, or, where nothing is put into place, what is in it.
+        """
+        units, at_once = self.plan(chunks)
+        counted: Callable[[StoredChunk], int] = attrgetter("wanted_bytes" if keep is placed else "num_bytes")
+        run_all(units, lambda: SpanReader(self, keep, counted).take, num_threads=at_once)
+
+    def plan(self, chunks: Sequence[StoredChunk]) -> tuple[list[Unit[Piece]], int]:
+        """The units in which these are read, and how many at once."""
+        store, read_bytes = self.source.store, self.options.memory_bytes // 2  # the rest: what of it is decoded
+        limits = limits_of(store, bytes_to_read(chunks), memory_bytes=read_bytes)
+        units = opening_first(plan_units(wanted_of(chunks), limits))
+        return units, requests_at_once(store, longest_bytes(units), memory_bytes=read_bytes)
 
     @contextmanager
     def opening(self, unit: Unit[Piece]) -> Iterator[None]:
@@ -168,7 +207,7 @@ class Arrivals:
             self._extents[chunk.digest] = None
         chunk.extents = [extent for extent, _ in found]
         if all(is_staged for _, is_staged in found):
-            chunk.extents = [self.staged(extent)]
+            chunk.extents = [self.where_staged(extent)]
         return True
 
     def give_up_extents(self, chunk: StoredChunk) -> bool:
@@ -178,84 +217,196 @@ class Arrivals:
             self._extents[chunk.digest] = None
             return is_first
 
-    def staged(self, extent: VerifiedExtent) -> VerifiedExtent:
+    def staged(self, filler: ChunkFiller, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
+        """Stages what arrives, as far as there is room; the chunk then has the `extents` that hold it."""
+        found = filler.reader.plain(extent, chunk.to_verify)
+        return all(self.source.put(chunk.digest, start, plain) for start, plain in found)
+
+    def where_staged(self, extent: VerifiedExtent) -> VerifiedExtent:
         """The chunk where it is staged, given one of its extents."""
         return VerifiedExtent(STAGED, self.source.extent(extent.info), extent.digests)
 
 
 class SpanReader:
-    """Reads units and verifies what is in them; one per thread. What becomes of it, `keep_chunk` and others say."""
+    """Reads units and verifies what is in them; one per thread."""
 
-    def __init__(self, arrivals: Arrivals) -> None:
-        self.arrivals = arrivals
+    def __init__(self, arrivals: Arrivals, keep: Keep, counted: Callable[[StoredChunk], int]) -> None:
+        self._arrivals = arrivals
         self._memory = arrivals.new_memory()
-        self.filler = ChunkFiller(self._memory, arrivals.progress, arrivals.relocate)
+        self._filler = ChunkFiller(self._memory, arrivals.options.progress, arrivals.options.relocate)
+        self._keep = keep
+        self._counted = counted
 
     def take(self, unit: Unit[Piece]) -> None:
         """Read a unit and verify its chunks, each from elsewhere if it is damaged or gone here."""
         # Whose chunk it is that is damaged or gone, its own reading says.
-        with suppress(CorruptionError, NotFoundError), self.arrivals.opening(unit):
+        with suppress(CorruptionError, NotFoundError), self._arrivals.opening(unit):
             self._memory.load(unit.spans)
-        with self.arrivals.computing:
+        with self._arrivals.computing:
             for piece in unit.items:
                 chunk = piece.chunk
                 try:
                     if self._take(chunk, piece.place):
-                        self.arrivals.progress.advance(self.done_bytes(chunk))
+                        self._arrivals.options.progress.advance(self._counted(chunk))
                 except CkptError as error:
                     raise named(error, chunk.key) from error
 
     def _take(self, chunk: StoredChunk, place: Location | None) -> bool:
         """Verify a piece; whether that makes its chunk whole."""
-        reader, arrivals = self.filler.reader, self.arrivals
+        reader, arrivals = self._filler.reader, self._arrivals
         if place is not None:
             try:
                 extent = reader.open_expected(chunk.digest, place, chunk.num_bytes)
-                return arrivals.add_extent(chunk, extent, is_staged=self.keep(chunk, extent))
+                return arrivals.add_extent(chunk, extent, is_staged=self._keep(self._filler, chunk, extent))
             except (CorruptionError, NotFoundError):
                 if not arrivals.give_up_extents(chunk):
                     return False
         staged: dict[tuple[str, int], bool] = {}
 
         def keep(extent: VerifiedExtent) -> None:
-            staged[extent.pack, extent.info.offset] = self.keep(chunk, extent)
+            staged[extent.pack, extent.info.offset] = self._keep(self._filler, chunk, extent)
 
         chunk.extents = reader.intact(chunk.digest, chunk.places, chunk.num_bytes, keep)
         if all(staged[extent.pack, extent.info.offset] for extent in chunk.extents):
-            chunk.extents = [arrivals.staged(chunk.extents[0])]
+            chunk.extents = [arrivals.where_staged(chunk.extents[0])]
         return True
 
-    def done_bytes(self, chunk: StoredChunk) -> int:
-        """As much the phase is told once the chunk is whole: who only verifies counts what is in the repository."""
-        return chunk.num_bytes
 
-    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
-        """Verify what is wanted of an extent, and keep it; whether it was staged."""
-        raise NotImplementedError
+# --- past the page cache --------------------------------------------------------------------------
 
 
-class _SpanVerifier(SpanReader):
-    """Stages what is verified."""
+def packs_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> set[str]:
+    """The packs of which the page cache seems to have all that is wanted: a few places of each are looked at."""
+    found: set[str] = set()
+    probe = memoryview(bytearray(1))
+    for pack, group in groupby(chunks, key=lambda chunk: chunk.places[0].pack):
+        places = [chunk.places[0] for chunk in group]
+        step = max(1, len(places) // PROBES)
+        with suppress(CorruptionError, NotFoundError):  # who reads it says what is wrong
+            if all(store.read_into(pack, place.end - 1, probe, cached_only=True) for place in places[::step]):
+                found.add(pack)
+    return found
 
-    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
-        """See `SpanReader`."""
-        found = self.filler.reader.plain(extent, chunk.to_verify)
-        return all(self.arrivals.source.put(chunk.digest, start, plain) for start, plain in found)
+
+def not_in_memory(store: ReadsPastCache, chunks: Sequence[StoredChunk]) -> list[StoredChunk]:
+    """The chunks that are better read past the page cache, if at all; in their order."""
+    if bytes_to_read(chunks) < WORTH_BYTES:
+        return []
+    there = packs_in_memory(store, chunks)
+    found = [chunk for chunk in chunks if chunk.places[0].pack not in there]
+    return found if bytes_to_read(found) >= WORTH_BYTES else []
 
 
-class SpanFiller(SpanReader):
-    """Fills the targets with what is verified; a chunk of several extents is filled by one after the other."""
+def both_ways(
+    store: Store, chunks: Sequence[StoredChunk], past_cache: Callable[[Sequence[StoredChunk]], object],
+    through_cache: Callable[[Sequence[StoredChunk]], object], *, worth: float,
+) -> None:  # fmt: skip
+    """Read all chunks: those that are not in memory as `read_not_in_memory` does, and others through the page cache."""
+    if isinstance(store, ReadsPastCache) and (cold := not_in_memory(store, chunks)):
+        read_not_in_memory(cold, past_cache, through_cache, worth=worth)
+        there = set(map(id, cold))
+        chunks = [chunk for chunk in chunks if id(chunk) not in there]
+    through_cache(chunks)
 
-    def done_bytes(self, chunk: StoredChunk) -> int:
-        """See `SpanReader`: who fills counts what the targets get."""
-        return chunk.wanted_bytes
 
-    def _take(self, chunk: StoredChunk, place: Location | None) -> bool:
-        is_whole = super()._take(chunk, place)
-        chunk.filled = chunk.filled or is_whole
-        return is_whole
+def read_not_in_memory(
+    chunks: Sequence[StoredChunk],
+    past_cache: Callable[[Sequence[StoredChunk]], object],
+    through_cache: Callable[[Sequence[StoredChunk]], object],
+    *,
+    worth: float,
+) -> None:
+    """Read the chunks through the page cache as long as that is fast enough, and the rest past it.
 
-    def keep(self, chunk: StoredChunk, extent: VerifiedExtent) -> bool:
-        """See `SpanReader`."""
-        self.filler.fill_from(chunk, extent)
-        return False
+    One look is not enough: memory that was free for a moment only is filled at the rate of the disk, and once it is
+    used up, each page is first fetched from the host; and the disk may be somebody else's for a moment. So what is lost
+    by it is added up.
+
+    Args:
+        past_cache, through_cache: Read, and verify, some chunks the one way or the other.
+        worth: Through the page cache may take so many times as long.
+    """
+    some, rest = _cut(chunks, TRIED_BYTES)
+    past_cache(some)  # buffers are new memory, which takes longer than the reads
+    some, rest = _cut(rest, TRIED_BYTES)
+    past_s = _seconds_a_byte(past_cache, some)
+    lost_s = 0.0
+    while rest and available_bytes() >= 2 * bytes_to_read(rest):  # else pages would drive out one another
+        some, rest = _cut(rest, SLICE_BYTES)
+        lost_s = max(0.0, lost_s + _seconds_a_byte(through_cache, some) - worth * past_s)
+        if lost_s >= 2 * (worth - 1) * past_s:
+            break
+    if rest:
+        past_cache(rest)
+
+
+def _cut(chunks: Sequence[StoredChunk], num_bytes: int) -> tuple[Sequence[StoredChunk], Sequence[StoredChunk]]:
+    for at, chunk in enumerate(chunks):
+        num_bytes -= chunk.num_bytes
+        if num_bytes < 0:
+            return chunks[: at + 1], chunks[at + 1 :]
+    return chunks, ()
+
+
+def _seconds_a_byte(read: Callable[[Sequence[StoredChunk]], object], chunks: Sequence[StoredChunk]) -> float:
+    begun_s = clock.monotonic_s()
+    read(chunks)
+    return (clock.monotonic_s() - begun_s) / max(bytes_to_read(chunks), 1)
+
+
+class Blocks(Arrivals):
+    """What the threads share that read one list of units of a store on this computer past the page cache.
+
+    What only was verified so, no later pass may believe to be in memory.
+    """
+
+    def __init__(self, store: ReadsPastCache, options: ReadOptions) -> None:
+        super().__init__(store, options)
+        self._store = store
+        self._in_flight = threading.Semaphore(IN_FLIGHT)
+
+    def plan(self, chunks: Sequence[StoredChunk]) -> tuple[list[Unit[Piece]], int]:
+        """See `Arrivals`: each thread has a block, and as much again for what of it is decoded."""
+        memory_bytes = self.options.memory_bytes
+        at_once = min(IN_FLIGHT + self.options.num_threads, max(1, memory_bytes // (2 * _LEAST_BLOCK_BYTES)))
+        block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, memory_bytes // (2 * at_once)))
+        return plan_units(wanted_of(chunks), ReadLimits(_BLOCK_GAP_BYTES, block_bytes)), at_once
+
+    @contextmanager
+    def opening(self, unit: Unit[Piece]) -> Iterator[None]:
+        """See `Arrivals`: so many are on their way at a time."""
+        with self._in_flight:
+            yield
+
+    def new_memory(self) -> SpanMemory:
+        """See `Arrivals`."""
+        return _AlignedMemory(self._store)
+
+
+class _AlignedMemory(SpanMemory):
+    """A source of which some spans are in memory, which were read past the page cache, with what is around them."""
+
+    def __init__(self, store: ReadsPastCache) -> None:
+        super().__init__(store)
+        self._direct = store
+
+    def load(self, spans: Sequence[Span]) -> None:
+        """See `SpanMemory`."""
+        self._loaded = []
+        block = self._direct.block_bytes
+        around = [(span.offset - span.offset % block, -(-span.end // block) * block) for span in spans]
+        num_bytes = sum(end - begin for begin, end in around)
+        if len(self._space) < num_bytes:
+            self._space = new_memory(max(num_bytes, _LEAST_BLOCK_BYTES))  # long ones are mapped, so aligned
+        start, loaded = 0, []
+        for span, (begin, end) in zip(spans, around, strict=True):
+            view = self._space.data[start : start + end - begin]
+            got = self._direct.read_past_cache(span.pack, begin, view)
+            if got is None:  # this file system does not
+                super().load(spans)
+                return
+            if begin + got < span.end:
+                raise too_short(span.pack, span.offset, span.end - span.offset, begin + got)
+            loaded.append((span, view[span.offset - begin : span.end - begin].toreadonly()))
+            start += len(view)
+        self._loaded = loaded

@@ -18,34 +18,36 @@ held twice; what fell out of it is verified again on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.memory import memory_budget
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import LEAF_BYTES, Digest, short
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import ReadsPastCache, Store
-from cas_ckpt.transfer.arrivals import bytes_to_read, fill_as_they_arrive, stage_as_they_arrive
-from cas_ckpt.transfer.chunk_reader import Relocate
-from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part
-from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.past_cache import (
+from cas_ckpt.transfer.arrivals import (
     WORTH_A_SECOND_READ,
     WORTH_KEEPING,
-    fill_past_cache,
-    not_in_memory,
+    Arrivals,
+    Blocks,
+    both_ways,
+    bytes_to_read,
+    checked,
     packs_in_memory,
-    read_not_in_memory,
-    verify_past_cache,
+    placed,
 )
-from cas_ckpt.transfer.restore_memory import threads_within
+from cas_ckpt.transfer.chunk_reader import Relocate
+from cas_ckpt.transfer.filling import ChunkFiller, NewArray, ReadOptions, StoredChunk, cell_part
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
@@ -90,138 +92,119 @@ def fetch_chunks(
             which something may have been written are marked as `touched`.
     """
     memory_bytes = memory_budget(memory_bytes)
-    num_threads = threads_within(memory_bytes, chunks, num_threads)
+    options = ReadOptions(threads_within(memory_bytes, chunks, num_threads), memory_bytes, progress, relocate)
+    restored_bytes = sum(chunk.wanted_bytes for chunk in chunks)
     if one_pass:
         on_verified()
-        with phase(progress, "restoring", sum(chunk.wanted_bytes for chunk in chunks)):
-            fill_once(
-                store, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
-            )
+        with phase(progress, "restoring", restored_bytes):
+            _fill_once(store, chunks, options)
         return
-    with sourced(store, chunks, relocate) as (source, relocate):
-        verify_chunks(
-            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate,
-            may_read_twice=True,
-        )  # fmt: skip
+    with sourced(store, chunks, options) as (source, options):
+        past_cache = verify_chunks(source, chunks, options, may_read_twice=True)
         on_verified()
-        with phase(progress, "restoring", sum(chunk.wanted_bytes for chunk in chunks)):
-            if isinstance(store, ReadsPastCache) and (again := [chunk for chunk in chunks if chunk.past_cache]):
-                fill_past_cache(
-                    store, again, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-                    relocate=relocate,
-                )  # fmt: skip
-                chunks = [chunk for chunk in chunks if not chunk.past_cache]
+        with phase(progress, "restoring", restored_bytes):
+            again = {id(chunk) for chunk in past_cache}
             if isinstance(source, StagedStore):
-                again = [chunk for chunk in chunks if chunk.extents[0].pack != STAGED]
-                fill_as_they_arrive(
-                    store, again, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-                    relocate=relocate,
-                )  # fmt: skip
-                chunks = [chunk for chunk in chunks if not chunk.filled]
-            run_all(chunks, lambda: ChunkFiller(source, progress, relocate).fill, num_threads=num_threads)
+                unstaged = [chunk for chunk in chunks if chunk.extents[0].pack != STAGED]
+                again.update(map(id, unstaged))
+                Arrivals(store, options).read(unstaged, placed)
+            elif isinstance(store, ReadsPastCache) and past_cache:
+                Blocks(store, options).read(past_cache, placed)
+            _through_cache(source, [chunk for chunk in chunks if id(chunk) not in again], options, ChunkFiller.fill)
 
 
-def fill_once(
-    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, memory_bytes: int, progress: Progress,
-    relocate: Relocate | None,
-) -> None:  # fmt: skip
+def _fill_once(store: Store, chunks: Sequence[StoredChunk], options: ReadOptions) -> None:
     """Read and verify all chunks, and fill their parts at once: for targets that may be touched before all is verified.
 
     Args:
         chunks: Each once.
     """
     if not store.abilities.local:
-        fill_as_they_arrive(
-            store, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate
-        )
+        Arrivals(store, options).read(chunks, placed)
         return
 
-    def through_cache(some: Sequence[StoredChunk]) -> None:
-        announced = _announced(store, some)
-        run_all(announced, lambda: ChunkFiller(store, progress, relocate).fill_once, num_threads=num_threads)
+    def past_cache(some: Sequence[StoredChunk]) -> None:
+        Blocks(cast(ReadsPastCache, store), options).read(some, placed)
 
-    if isinstance(store, ReadsPastCache) and (cold := not_in_memory(store, chunks)):
-        past = partial(
-            fill_past_cache, store, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-            relocate=relocate,
-        )  # fmt: skip
-        read_not_in_memory(cold, past, through_cache, worth=WORTH_KEEPING)
-        chunks = [chunk for chunk in chunks if not chunk.filled]
-    through_cache(chunks)
+    def through_cache(some: Sequence[StoredChunk]) -> None:
+        _through_cache(store, _announced(store, some), options, ChunkFiller.fill_once)
+
+    both_ways(store, chunks, past_cache, through_cache, worth=WORTH_KEEPING)
+
+
+def _through_cache(
+    source: Restored, chunks: Iterable[StoredChunk], options: ReadOptions,
+    work: Callable[[ChunkFiller, StoredChunk], None],
+) -> None:  # fmt: skip
+    """Let each of several threads do this with chunk after chunk."""
+    run_all(
+        chunks, lambda: partial(work, ChunkFiller(source, options.progress, options.relocate)),
+        num_threads=options.num_threads,
+    )  # fmt: skip
 
 
 def sourced(
-    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None
-) -> AbstractContextManager[tuple[Restored, Relocate | None]]:
+    store: Store, chunks: Sequence[StoredChunk], options: ReadOptions
+) -> AbstractContextManager[tuple[Restored, ReadOptions]]:
     """What the two passes over `chunks` read from: a local store itself, else one that stages what is verified.
 
     Returns:
-        It, and who is asked for what is not there any more.
+        It, and the options with who is asked for what is not there any more.
     """
-    return nullcontext((store, relocate)) if store.abilities.local else _staged(store, chunks, relocate)
+    return nullcontext((store, options)) if store.abilities.local else _staged(store, chunks, options)
 
 
 @contextmanager
 def _staged(
-    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None
-) -> Iterator[tuple[StagedStore, Relocate]]:
+    store: Store, chunks: Sequence[StoredChunk], options: ReadOptions
+) -> Iterator[tuple[StagedStore, ReadOptions]]:
     places = {chunk.digest: chunk.places for chunk in chunks}
 
     def again(digest: Digest, tried: Collection[str]) -> Sequence[Location]:
         if STAGED in tried:
             return places[digest]
-        if relocate is None:
+        if options.relocate is None:
             raise NotFoundError(f"chunk {short(digest)}: none of its packs is there any more")
-        return relocate(digest, tried)
+        return options.relocate(digest, tried)
 
     with staging(store, [(chunk.digest, chunk.num_bytes) for chunk in chunks], bytes_to_read(chunks)) as source:
-        yield source, again
+        yield source, replace(options, relocate=again)
 
 
 def verify_chunks(
-    source: Restored,
-    chunks: Sequence[StoredChunk],
-    *,
-    num_threads: int,
-    memory_bytes: int,
-    progress: Progress,
-    relocate: Relocate | None = None,
-    may_read_twice: bool = False,
+    source: Restored, chunks: Sequence[StoredChunk], options: ReadOptions, *, may_read_twice: bool = False,
     announced: bool = True,
-) -> None:
+) -> list[StoredChunk]:  # fmt: skip
     """Read and hash what is wanted of all chunks; each then has the `extents` that hold it.
 
-    Arguments and errors as for `fetch_chunks`, `source` and `relocate` from `sourced`.
+    Errors as for `fetch_chunks`; `source` and `options` from `sourced`.
 
     Args:
-        may_read_twice: Whoever fills the targets reads again what is `past_cache` after this.
+        may_read_twice: Whoever fills the targets reads again what was read past the page cache.
         announced: What is read is announced to a local store ahead of time.
+    Returns:
+        Those that were read past the page cache.
     """
-    num_bytes = 0
-    for chunk in chunks:
-        num_bytes += chunk.num_bytes
-    with phase(progress, "verifying", num_bytes):
+    found: list[StoredChunk] = []
+
+    def past_cache(some: Sequence[StoredChunk]) -> None:
+        found.extend(some)
+        Blocks(cast(ReadsPastCache, source), options).read(some, checked)
+
+    def through_cache(some: Sequence[StoredChunk]) -> None:
+        _through_cache(
+            source, _announced(cast(Store, source), some) if announced else some, options, ChunkFiller.verify
+        )
+
+    with phase(options.progress, "verifying", sum(chunk.num_bytes for chunk in chunks)):
         if isinstance(source, StagedStore):
-            stage_as_they_arrive(
-                source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-                relocate=relocate,
-            )  # fmt: skip
-            return
-
-        def through_cache(some: Sequence[StoredChunk]) -> None:
-            run_all(
-                _announced(source, some) if announced else some,
-                lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads,
-            )  # fmt: skip
-
-        if may_read_twice and isinstance(source, ReadsPastCache) and (cold := not_in_memory(source, chunks)):
-            past = partial(
-                verify_past_cache, source, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-                relocate=relocate,
-            )  # fmt: skip
-            read_not_in_memory(cold, past, through_cache, worth=WORTH_A_SECOND_READ)
-            chunks = [chunk for chunk in chunks if not chunk.extents]
-        through_cache(chunks)
+            arrivals = Arrivals(source, options)
+            arrivals.read(chunks, arrivals.staged)
+        elif may_read_twice:
+            both_ways(source, chunks, past_cache, through_cache, worth=WORTH_A_SECOND_READ)
+        else:
+            through_cache(chunks)
+    return found
 
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
@@ -283,3 +266,51 @@ def read_region(
             relocate=relocate, one_pass=True,
         )  # fmt: skip
     return out
+
+
+# --- memory --------------------------------------------------------------------------------------
+# What a restore takes, at most, besides the targets:
+#
+#     what it knows of the state   `ENTRY_BYTES` for each tensor, `CHUNK_BYTES` for each chunk
+#     the database, and threads    `FIXED_BYTES`
+#     each thread                  of an encoded chunk: the payload, what it is decoded to, a plane, and where it waits
+#     over a network               spans that are read at one time: half of the rest (sources.py)
+#     among ranks                  a round of messages that go out and one that comes in, and copies of both
+#
+# What comes out takes no more than the budget, unless that is less than `least_bytes`, which works.
+
+FIXED_BYTES = 20 * 1024 * 1024
+ENTRY_BYTES = 1_000
+CHUNK_BYTES = 700
+"""Measured (docs/benchmarks/memory.md): of a checkout of 100,000 small tensors, of a chunk each."""
+
+ENCODED_COPIES, PLAIN_COPIES = 4, 2
+LONGEST_BYTES = 4 * 1024 * 1024
+"""Chunks are cut to about this (objects/spec.py)."""
+
+ROUND_COPIES = 4
+
+
+def threads_within(memory_bytes: int, chunks: Sequence[StoredChunk], num_threads: int) -> int:
+    """So many threads, or as many of them as fit, with these chunks; one always."""
+    left = memory_bytes - FIXED_BYTES - len(chunks) * (ENTRY_BYTES + CHUNK_BYTES)
+    return max(1, min(num_threads, left // max(_thread_bytes(chunks), 1)))
+
+
+def round_bytes(memory_bytes: int, num_chunks: int, *, most: int) -> int:
+    """What a rank sends, and gets, in one round: `most`, or what fits."""
+    left = memory_bytes - FIXED_BYTES - num_chunks * (ENTRY_BYTES + CHUNK_BYTES)
+    return max(LEAF_BYTES, min(most, left // (2 * ROUND_COPIES)))
+
+
+def least_bytes(num_entries: int, num_chunks: int) -> int:
+    """What a restore takes at least."""
+    return FIXED_BYTES + num_entries * ENTRY_BYTES + num_chunks * CHUNK_BYTES + 2 * ENCODED_COPIES * LONGEST_BYTES
+
+
+def _thread_bytes(chunks: Iterable[StoredChunk]) -> int:
+    longest = 0
+    for chunk in chunks:
+        is_plain = all(place.encoding == codec.RAW for place in chunk.places)
+        longest = max(longest, chunk.num_bytes * (PLAIN_COPIES if is_plain else ENCODED_COPIES))
+    return longest

@@ -93,10 +93,8 @@ class StoredChunk:
         by_leaves: Only the leaves that the parts touch are read and verified.
         places: Where its extents are stored.
         extents: Those that were verified.
-        touched: Something was written into the targets of its parts.
-        filled: All parts have their bytes already.
-        past_cache: It was verified, but by a read that left nothing in the page cache.
-        opened: Memory that a target gave, by part and box, and that could not be filled from where it was tried.
+        opened: Memory that a target gave, by part and box, and that could not be filled from where it was tried; None:
+            no target of its parts was touched.
     """
 
     key: str
@@ -107,14 +105,27 @@ class StoredChunk:
     by_leaves: bool = False
     places: Sequence[Location] = ()
     extents: list[VerifiedExtent] = field(default_factory=list)
-    touched: bool = False
-    filled: bool = False
-    past_cache: bool = False
     opened: dict[tuple[int, Box], Array] | None = None
 
     def to_verify(self, info: ExtentInfo) -> Sequence[tuple[int, int]]:
         """Leaves of an extent that are verified, whoever fills the parts."""
         return leaves_of(self, info) if self.by_leaves else all_leaves(info)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a list of chunks is read.
+
+    Attributes:
+        num_threads: That hash and copy at one time; how many requests run at one time, the store says.
+        memory_bytes: Most memory that this takes beyond the targets.
+        relocate: Asked when a pack was collected under the restore.
+    """
+
+    num_threads: int
+    memory_bytes: int
+    progress: Progress
+    relocate: Relocate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +199,6 @@ class ChunkFiller:
     def fill_intact(self, chunk: StoredChunk, places: Sequence[Location]) -> None:
         """Fill all parts from extents at `places` in which what is wanted is intact; the chunk has them then."""
         chunk.extents = self.reader.intact(chunk.digest, places, chunk.num_bytes, partial(self.fill_from, chunk))
-        chunk.filled = True
 
     def fill_from(self, chunk: StoredChunk, extent: VerifiedExtent, *, is_verified: bool = False) -> None:
         """Fill what all parts want of an extent; see `ChunkReader.place`."""
@@ -209,9 +219,10 @@ def _opened(chunk: StoredChunk, info: ExtentInfo) -> Generator[list[Part], None,
     """
     start = info.first_leaf * info.leaf_bytes
     left, opened = list(reversed(chunk.parts)), chunk.opened or {}
+    chunk.opened = opened
     while True:
         batch: list[tuple[ChunkPart, Box, Array, Part]] = []
-        num_bytes, chunk.touched = 0, True
+        num_bytes = 0
         while left and num_bytes < 2 * chunk.num_bytes:
             part = left.pop()
             for each in part.open(start, start + info.plain_bytes, opened):

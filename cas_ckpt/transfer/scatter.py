@@ -35,13 +35,12 @@ from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.arrivals import fill_as_they_arrive
+from cas_ckpt.transfer.arrivals import Arrivals, placed
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import Restored, nothing, sourced, verify_chunks
-from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, StoredChunk, cell_part, named
+from cas_ckpt.transfer.fetch import Restored, nothing, round_bytes, sourced, threads_within, verify_chunks
+from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, ReadOptions, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.restore_memory import round_bytes, threads_within
 from cas_ckpt.transfer.rounds import (
     Incoming,
     Stage,
@@ -202,18 +201,15 @@ def verify_and_scatter(
         The caller calls `peers.fail` for what it gets from here.
     """
     memory_bytes = memory_budget(memory_bytes)
-    num_threads = threads_within(memory_bytes // 2, chunks, num_threads)
+    options = ReadOptions(threads_within(memory_bytes // 2, chunks, num_threads), memory_bytes, progress, relocate)
     budget_bytes = round_bytes(memory_bytes, len(chunks), most=budget_bytes)
-    with sourced(store, chunks, relocate) as (source, relocate):
+    with sourced(store, chunks, options) as (source, options):
         # Ranks keep a disk busy together: what each of them announces only makes the others wait (decision 006).
-        verify_chunks(
-            source, chunks, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress, relocate=relocate,
-            announced=peers.size == 1,
-        )  # fmt: skip
+        verify_chunks(source, chunks, options, announced=peers.size == 1)
         senders = {each.reader for each in incoming}
         around = meet_neighbours(peers, store, chunks, num_senders=len(senders), budget_bytes=budget_bytes)
         on_verified()  # every rank has come here: every byte that anybody will get is verified
-        mover = _Mover(source, peers, around, progress, num_threads, memory_bytes, relocate)
+        mover = _Mover(source, peers, around, options)
         try:
             mover.move(reads, incoming)
             fill_rest()
@@ -254,18 +250,12 @@ class _Job:
 class _Mover:
     """The second pass on one rank."""
 
-    def __init__(
-        self, source: Restored, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int,
-        memory_bytes: int, relocate: Relocate | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, source: Restored, peers: Peers, around: Neighbourhood, options: ReadOptions) -> None:
         self._source = source
         self._peers = peers
         self._around = around
-        self._progress = progress
-        self._num_threads = num_threads
-        self._memory_bytes = memory_bytes
-        self._relocate = relocate
-        self._filler = _Filler(source, progress, relocate)
+        self._options = options
+        self._filler = _Filler(source, options)
 
     def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> None:
         """Fill this rank's targets, and bring to others what they want."""
@@ -289,7 +279,7 @@ class _Mover:
             is_pointed = points(part.reader, rank, cell=part.cell, box=part.box)
             (found if is_pointed else received).append(part)
         to_come = sum(num_bytes(part.tensor, part.box) for part in incoming)
-        with phase(self._progress, "restoring", own_bytes + to_come):
+        with phase(self._options.progress, "restoring", own_bytes + to_come):
             alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
             jobs = [] if self._around.is_empty else self._follow_pointers(pointed, found)
             self._fill(sorted(alone, key=_by_place) + jobs)
@@ -333,7 +323,7 @@ class _Mover:
         if isinstance(self._source, StagedStore):
             self._fill_from_afar(self._source.store, [job for job in jobs if not _is_staged(job.read.chunk)])
             jobs = [job for job in jobs if _is_staged(job.read.chunk)]
-        run_all(jobs, lambda: self._filler.fill, num_threads=min(self._num_threads, len(jobs)))
+        run_all(jobs, lambda: self._filler.fill, num_threads=min(self._options.num_threads, len(jobs)))
 
     def _fill_from_afar(self, store: Store, jobs: Sequence[_Job]) -> None:
         """Read and verify once more what could not be staged, what is near one another together."""
@@ -342,19 +332,16 @@ class _Mover:
             chunk = chunks.setdefault(job.read.chunk.digest, replace(job.read.chunk, parts=[], wanted_bytes=0))
             chunk.parts += job.parts()
             chunk.wanted_bytes += sum(num_bytes(job.read.tensor, box) for box in job.own)
-        fill_as_they_arrive(
-            store, list(chunks.values()), num_threads=self._num_threads, memory_bytes=self._memory_bytes,
-            progress=SILENT, relocate=self._relocate,
-        )  # fmt: skip
-        self._progress.advance(sum(num_bytes(job.read.tensor, box) for job in jobs for box in job.own))
+        Arrivals(store, replace(self._options, progress=SILENT)).read(list(chunks.values()), placed)
+        self._options.progress.advance(sum(num_bytes(job.read.tensor, box) for job in jobs for box in job.own))
 
     def _land(self, parts: Sequence[tuple[TargetTensor, Box, memoryview]]) -> None:
         def land(part: tuple[TargetTensor, Box, memoryview]) -> None:
             tensor, box, data = part
             _place(tensor, box, elements(data, box, tensor.item_bytes))
-            self._progress.advance(len(data))
+            self._options.progress.advance(len(data))
 
-        run_all(parts, lambda: land, num_threads=min(self._num_threads, len(parts)))
+        run_all(parts, lambda: land, num_threads=min(self._options.num_threads, len(parts)))
 
 
 def _is_staged(chunk: StoredChunk) -> bool:
@@ -383,12 +370,11 @@ def _target(tensor: TargetTensor) -> ArrayTarget:
 class _Filler:
     """Brings verified chunks into messages and own targets; many threads."""
 
-    def __init__(self, source: Restored, progress: Progress, relocate: Relocate | None) -> None:
-        self._filler = ChunkFiller(source, progress, relocate)
+    def __init__(self, source: Restored, options: ReadOptions) -> None:
+        self._filler = ChunkFiller(source, options.progress, options.relocate)
         # Another rank says where its chunks are: what is found elsewhere, no rank has verified.
         self._pointed = ChunkReader(source)
-        self._relocate = relocate
-        self._progress = progress
+        self._relocate = options.relocate
 
     def fill(self, job: _Job) -> None:
         """Bring one chunk to all places that want it."""

@@ -25,7 +25,7 @@ from cas_ckpt.ops.checkout import checkout
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.transfer import past_cache
+from cas_ckpt.transfer import arrivals
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import new_repository, numbers
 from tests.divided import divided, mesh, over
@@ -46,9 +46,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How chunks are read; small packs are in memory, so nothing would be read past it."""
     way: str = request.param
     if way != "through the page cache":
-        monkeypatch.setattr(past_cache, "WORTH_BYTES", 0)
-        monkeypatch.setattr(past_cache, "packs_in_memory", lambda *_: set())
-        monkeypatch.setattr(past_cache, "TRIED_BYTES", 1 << 19 if way == "now so, now so" else 1 << 40)
+        monkeypatch.setattr(arrivals, "WORTH_BYTES", 0)
+        monkeypatch.setattr(arrivals, "packs_in_memory", lambda *_: set())
+        monkeypatch.setattr(arrivals, "TRIED_BYTES", 1 << 19 if way == "now so, now so" else 1 << 40)
     return way
 
 
@@ -220,7 +220,7 @@ def test_no_more_than_two_blocks_are_on_their_way_at_a_time(
         return read(self, key, offset, target)
 
     monkeypatch.setattr(FileStore, "read_past_cache", waiting)
-    monkeypatch.setattr(past_cache, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(arrivals, "BLOCK_BYTES", 1 << 20)
     with Repository.open(made, group=None) as repo:
         repo.checkout("main", into=(target := blank()), atomic=False, num_threads=6)
     assert third.broken

@@ -11,7 +11,7 @@ from cas_ckpt.memory import DEFAULT_BYTES, LEAST_DEFAULT_BYTES
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.storage.store import Abilities
-from cas_ckpt.transfer import restore_memory
+from cas_ckpt.transfer import fetch
 from cas_ckpt.transfer.filling import StoredChunk
 from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes, thread_bytes
 
@@ -49,9 +49,9 @@ def test_by_default_each_thread_has_a_pack() -> None:
 
 def test_a_restore_has_the_threads_and_rounds_that_fit() -> None:
     chunks = [StoredChunk("w", None, 4 << 20) for _ in range(10)]  # type: ignore[arg-type]
-    assert restore_memory.threads_within(DEFAULT_BYTES, chunks, 16) == 16
-    assert restore_memory.threads_within(40 << 20, chunks, 16) == 2
-    assert restore_memory.threads_within(1, chunks, 16) == 1
-    assert restore_memory.round_bytes(1 << 40, 10, most=64 << 20) == 64 << 20
-    assert 8 * restore_memory.round_bytes(100 << 20, 10, most=64 << 20) < 80 << 20
-    assert restore_memory.round_bytes(1, 10, most=64 << 20) == LEAF_BYTES
+    assert fetch.threads_within(DEFAULT_BYTES, chunks, 16) == 16
+    assert fetch.threads_within(40 << 20, chunks, 16) == 2
+    assert fetch.threads_within(1, chunks, 16) == 1
+    assert fetch.round_bytes(1 << 40, 10, most=64 << 20) == 64 << 20
+    assert 8 * fetch.round_bytes(100 << 20, 10, most=64 << 20) < 80 << 20
+    assert fetch.round_bytes(1, 10, most=64 << 20) == LEAF_BYTES

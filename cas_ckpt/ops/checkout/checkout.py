@@ -46,10 +46,9 @@ from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement
 from cas_ckpt.objects.state import Container, Flavor, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.transfer.fetch import fetch_chunks, nothing
+from cas_ckpt.transfer.fetch import LONGEST_BYTES, fetch_chunks, least_bytes, nothing
 from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_part, new_array
 from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
-from cas_ckpt.transfer.restore_memory import LONGEST_BYTES, least_bytes
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import one_ahead, thread_count
@@ -112,7 +111,7 @@ def _naming_overwritten(chunks: Sequence[StoredChunk]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        keys = sorted({part.key for chunk in chunks if chunk.touched for part in chunk.parts})
+        keys = sorted({part.key for chunk in chunks if chunk.opened is not None for part in chunk.parts})
         if keys:
             more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
             text = f"overwritten by then, at least in part: {', '.join(keys[:_SHOWN_KEYS])}{more}; check out again"

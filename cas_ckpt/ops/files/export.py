@@ -46,7 +46,7 @@ from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_p
 from cas_ckpt.ops.files.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
 from cas_ckpt.ops.files.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
 from cas_ckpt.progress import SILENT, Progress, phase
-from cas_ckpt.transfer.restore_memory import least_bytes
+from cas_ckpt.transfer.fetch import least_bytes
 
 SUFFIX = ".safetensors"
 DEFAULT_SHARD_BYTES = 5 * 1000**3
