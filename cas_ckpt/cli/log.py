@@ -21,7 +21,7 @@ import click
 
 from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
-from cas_ckpt.cli.signing import given_trust, said_of, trust_option
+from cas_ckpt.cli.signing import given_trust, trust_option, verdict_text
 from cas_ckpt.core.records import CONTINUED_FROM, LEFT_OUT
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.history.quick_log import quick_log
@@ -191,7 +191,7 @@ def describe(
     if len(commit.parents) > 1:
         lines.append(f"Merge:   {' '.join(parent[:SHORT_HEX] for parent in commit.parents)}")
     if signature is not None:
-        lines.append(f"Signed:  {said_of(signature)}")
+        lines.append(f"Signed:  {verdict_text(signature)}")
     lines.append(f"Author:  {escaped(commit.author)}")
     lines.append(f"Date:    {commit.time:%Y-%m-%d %H:%M:%S} UTC")
     if commit.step is not None:

@@ -12,7 +12,7 @@ import click
 from cas_ckpt.cli.command import REGION, Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.log import describe
 from cas_ckpt.cli.output import escaped, plain, subject, table
-from cas_ckpt.cli.signing import UNSIGNED, given_trust, said_of, trust_option
+from cas_ckpt.cli.signing import UNSIGNED, given_trust, trust_option, verdict_text
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.progress import human_bytes
 
@@ -47,7 +47,7 @@ def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
     for name, note in shown.notes.items():
         yield f"Note:    {escaped(name)}: {escaped(note)}"
     for name, signature in shown.signatures.items():
-        yield f"Signed:  {escaped(name)}: {said_of(signature)}"
+        yield f"Signed:  {escaped(name)}: {verdict_text(signature)}"
     if commit.meta is not None:
         yield f"Meta:    {escaped(repr(commit.meta))}"
     made = shown.provenance if isinstance(shown.provenance, Mapping) else {"": shown.provenance}

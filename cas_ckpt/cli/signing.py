@@ -122,10 +122,10 @@ def _lines(report: VerifyReport) -> Iterator[str]:
 def _line(each: Verified) -> str:
     name = f"tag {escaped(each.name)}" if each.what == "tag" else f"commit {each.name[:SHORT_HEX]}"
     title = subject(each.message)
-    return f"{name}: {said_of(each.signature)}; {utc(each.time_s)} UTC" + (f"  {title}" if title else "")
+    return f"{name}: {verdict_text(each.signature)}; {utc(each.time_s)} UTC" + (f"  {title}" if title else "")
 
 
-def said_of(found: SignatureInfo) -> str:
+def verdict_text(found: SignatureInfo) -> str:
     """A verdict in words."""
     whose = ", ".join(map(escaped, found.signers))
     key = f"{escaped(found.key_type)} {found.fingerprint}" if found.fingerprint else ""

@@ -108,7 +108,7 @@ class Signer:
         words = [name if is_plain else f'"{name}"', ",".join(options), key_type(self.key), to_base64(self.key)]
         return " ".join(word for word in words if word)
 
-    def why_not(self) -> str:
+    def rejection(self) -> str:
         """Why no signature by this key counts, at any time; "" if it does."""
         if self.is_authority:
             return "its line is of a cert-authority, and certificates are not verified here"
@@ -183,7 +183,7 @@ class Trust:
         if key in self.revoked:
             return _info(Verdict.REVOKED, key, "its key is revoked")
         own = [signer for signer in self.signers if signer.key == key]
-        reasons = [signer.why_not() for signer in own]
+        reasons = [signer.rejection() for signer in own]
         meant = [signer for signer, reason in zip(own, reasons, strict=True) if not reason]
         if not meant:
             reason = reasons[0] if reasons else "its key is of nobody who is trusted"

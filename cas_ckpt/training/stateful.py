@@ -278,7 +278,7 @@ def module_versions(state: Any) -> dict[str, int] | None:
     return {name: number for name, number in found.items() if type(number) is int and 0 <= number != 1}
 
 
-def tell_versions(state: Any, stored: Mapping[str, int], keys: Collection[Any]) -> None:
+def set_versions(state: Any, stored: Mapping[str, int], keys: Collection[Any]) -> None:
     """Say in a module's `state` which versions the modules were of that `keys` are from; the others stay as they are.
 
     Args:

@@ -44,7 +44,7 @@ from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.capture.tensors import HostTensor
 from cas_ckpt.training.pickles import check_calls
-from cas_ckpt.training.stateful import module_versions, tell_versions
+from cas_ckpt.training.stateful import module_versions, set_versions
 from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state
 
@@ -195,7 +195,7 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
     check_names(files.weight_map, found, files.weights[0].parent)
     if versions is not None:
         model = OrderedDict(model)
-        tell_versions(model, versions, model)
+        set_versions(model, versions, model)
     return model
 
 

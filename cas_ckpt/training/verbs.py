@@ -251,7 +251,7 @@ def _restore(
         raise partly_written(error) from error
     note.num_bytes = sum(map(msgpack.unpackb, done))
     if peers.rank == 0 and note.complete:
-        note.look_for_left_alone(tree)
+        note.check_complete(tree)
     return plan, unexpected, whole
 
 

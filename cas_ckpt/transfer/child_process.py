@@ -46,7 +46,7 @@ END_S = 10.0
 NOT_FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 """Signals that people and schedulers send to whole groups: blocked while the child starts, which then ignores them."""
 
-_MOST_SAID = 2000
+_STDERR_TAIL_BYTES = 2000
 """Characters of what a child wrote before it died that are shown."""
 
 _START = (
@@ -99,10 +99,10 @@ def _program(entry: str, descriptor: int) -> str:
     return _START.format(path=path, module=module, function=function, descriptor=descriptor, parent=os.getpid())
 
 
-def _release(connection: Connection, said: IO[bytes]) -> None:
+def _release(connection: Connection, stderr: IO[bytes]) -> None:
     """Close what a child is known by: it ends then."""
     connection.close()
-    said.close()
+    stderr.close()
 
 
 def _after_fork() -> None:
@@ -124,12 +124,12 @@ class _Keeper:
         StorageError: there is no thread to be had; `theirs` is closed.
     """
 
-    def __init__(self, entry: str, theirs: socket.socket, said: int) -> None:
+    def __init__(self, entry: str, theirs: socket.socket, stderr: int) -> None:
         self.ended = threading.Event()
         self._begun = threading.Event()
         self._refusal: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        keeper = threading.Thread(target=self._keep, args=(entry, theirs, said), name="cas-ckpt-keeper", daemon=True)
+        keeper = threading.Thread(target=self._keep, args=(entry, theirs, stderr), name="cas-ckpt-keeper", daemon=True)
         try:
             keeper.start()
         except RuntimeError as error:
@@ -147,13 +147,13 @@ class _Keeper:
             raise StorageError(f"no worker process can be started: {self._refusal}") from self._refusal
         return self._process
 
-    def _keep(self, entry: str, theirs: socket.socket, said: int) -> None:
+    def _keep(self, entry: str, theirs: socket.socket, stderr: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_CHILDREN)  # inherited until the child ignores them
         try:
             with theirs:
                 process = subprocess.Popen(  # noqa: S603  # our own interpreter and words, no shell
                     [sys.executable, "-P", "-c", _program(entry, theirs.fileno())], stdin=subprocess.DEVNULL,
-                    stdout=said, stderr=said, pass_fds=[theirs.fileno()], process_group=0,
+                    stdout=stderr, stderr=stderr, pass_fds=[theirs.fileno()], process_group=0,
                 )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - raised by `process`
             self._refusal = error
@@ -180,26 +180,26 @@ class ChildProcess(Uncopied):
     def __init__(self, entry: str) -> None:
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours)
-        self._said = open(os.memfd_create("cas-ckpt-said"), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._stderr = open(os.memfd_create("cas-ckpt-stderr"), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._is_ready = self._is_at_work = self._has_begun = False
         self._is_ours = True
         try:
-            keeper = _Keeper(entry, theirs, self._said.fileno())
+            keeper = _Keeper(entry, theirs, self._stderr.fileno())
             self._process = keeper.process()
         except BaseException:
             self._connection.close()
-            self._said.close()
+            self._stderr.close()
             raise
         self._ended = keeper.ended
         self.pid: int = self._process.pid
         _children.add(self)
-        weakref.finalize(self, _release, self._connection, self._said)
+        weakref.finalize(self, _release, self._connection, self._stderr)
 
     def _abandon(self) -> None:
         """This is a fork: the child belongs to another process."""
         self._is_ours = False
         self._connection.close()
-        self._said.close()
+        self._stderr.close()
 
     @property
     def alive(self) -> bool:
@@ -299,8 +299,8 @@ class ChildProcess(Uncopied):
         if not self._ended.wait(END_S):
             self._kill()
             return ChildEnded(f"process {self.pid} closed its connection and was ended")
-        said = self._last_words()
-        return ChildEnded(f"process {self.pid} {self._how()}{f'; it wrote: {said}' if said else ''}")
+        stderr = self._stderr_tail()
+        return ChildEnded(f"process {self.pid} {self._how()}{f'; it wrote: {stderr}' if stderr else ''}")
 
     def _how(self) -> str:
         code = self._process.returncode
@@ -313,12 +313,12 @@ class ChildProcess(Uncopied):
         hint = " (the kernel does that when memory runs out; see dmesg)" if -code == signal.SIGKILL else ""
         return f"was ended by {name}{hint}"
 
-    def _last_words(self) -> str:
-        if self._said.closed:
+    def _stderr_tail(self) -> str:
+        if self._stderr.closed:
             return ""
-        end = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, end - _MOST_SAID))
-        return self._said.read().decode("utf-8", "replace").strip()
+        end = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, end - _STDERR_TAIL_BYTES))
+        return self._stderr.read().decode("utf-8", "replace").strip()
 
     def _kill(self) -> bool:
         """End it at once, also where it is stopped; whether it has ended."""
@@ -338,7 +338,7 @@ class ChildProcess(Uncopied):
             return
         self._connection.close()
         gone = self._ended.wait(END_S) or self._kill()
-        self._said.close()
+        self._stderr.close()
         if not gone:
             raise ChildEnded(f"process {self.pid} was killed and waits in the kernel for a medium that does not answer")
 

@@ -133,7 +133,7 @@ def test_a_chunk_that_no_rank_wants_is_left_alone_though_some_want_others_of_its
     own = Shard((Box((0, 0), (last_row, 700)),), ((0, 0),), (0,))
     note = RestoreNote(complete=True)
     note.planned(plan_restore_reads([RestoreRequest("w", spec, (own,))], 2), [stored])
-    note.look_for_left_alone(Container("dict", {"w": stored}))
+    note.check_complete(Container("dict", {"w": stored}))
     assert note.left_alone == left_alone
 
 

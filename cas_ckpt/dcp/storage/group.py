@@ -324,7 +324,7 @@ def close_groups() -> None:
             _groups.popitem()[1].peers.close()
 
 
-def telling_memory(hook: Callable[P, T]) -> Callable[P, T]:
+def translates_memory_errors(hook: Callable[P, T]) -> Callable[P, T]:
     """A hook that DCP calls, which raises a `MemoryError` in it as `TooLargeError`, as the verbs of a Repository."""
 
     @wraps(hook)

@@ -51,7 +51,7 @@ from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
-from cas_ckpt.dcp.storage.group import RepositoryPlace, telling_memory
+from cas_ckpt.dcp.storage.group import RepositoryPlace, translates_memory_errors
 from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, module_states, state_given, stored_object
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry
@@ -75,7 +75,7 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
-from cas_ckpt.training.stateful import tell_versions
+from cas_ckpt.training.stateful import set_versions
 from cas_ckpt.training.torch_internals import CHUNK_LIST, INNER_LOAD, LOAD, calling, checkpoint_id_of, private
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -279,7 +279,7 @@ class CasStorageReader(StorageReader):
         """Id of the commit that was loaded last, or None."""
         return None if self._catalog is None else self._catalog.commit
 
-    @telling_memory
+    @translates_memory_errors
     def read_metadata(self) -> Metadata:
         """What the commit holds. (No `kwargs`: there is no metadata of single ranks to fall back to.)
 
@@ -321,7 +321,7 @@ class CasStorageReader(StorageReader):
         """The plans, all for the coordinator's commit."""
         return [replace(plan, storage_data=_Common(self.commit, len(plans))) for plan in plans]
 
-    @telling_memory
+    @translates_memory_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Bring everything that the plan wants into place.
 
@@ -461,7 +461,7 @@ def _tell_versions(
         state = modules.get(start, {})
         loaded = [name for name in state if f"{start}{name}" in filled]
         if loaded:
-            tell_versions(state, found, loaded)
+            set_versions(state, found, loaded)
 
 
 def _of(plan: LoadPlan, kind: LoadItemType) -> Iterable[ReadItem]:

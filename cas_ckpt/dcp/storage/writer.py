@@ -54,7 +54,7 @@ from cas_ckpt.dcp.storage.group import (
     next_save,
     note_in_background,
     shared_group,
-    telling_memory,
+    translates_memory_errors,
     wait_for_saves,
     world_size,
 )
@@ -251,7 +251,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """What DCP writes into its log."""
         return self._begun.given or self._begun.tag or self._own_tag or self._place.url
 
-    @telling_memory
+    @translates_memory_errors
     def storage_meta(self) -> StorageMeta | None:
         """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here.
 
@@ -279,7 +279,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             )
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
-    @telling_memory
+    @translates_memory_errors
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begin a save in the background: a copy of `state_dict` on the host, which belongs to this save alone.
 
@@ -317,7 +317,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Nothing is kept from a save to the next one."""
 
-    @telling_memory
+    @translates_memory_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank.
 
@@ -362,7 +362,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             )
         return plans
 
-    @telling_memory
+    @translates_memory_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Commit the state together with the other ranks; collective.
 
@@ -394,7 +394,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         done.set_result(results)
         return done
 
-    @telling_memory
+    @translates_memory_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hold the results against the plan, and note in `metadata` what was made of it.
 

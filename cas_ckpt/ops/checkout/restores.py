@@ -136,7 +136,7 @@ class RestoreNote:
                     self._whole[shape] = whole(shape, [0])
                 self._wanted.append((copy.stored.node, self._whole[shape]))
 
-    def look_for_left_alone(self, tree: Container) -> None:
+    def check_complete(self, tree: Container) -> None:
         """Find out whether there are chunks in the state `tree` that no rank wants.
 
         Such are those of values of single ranks, if there are more or fewer ranks now.

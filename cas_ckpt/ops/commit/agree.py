@@ -46,7 +46,7 @@ from cas_ckpt.ops.commit.merge_states import (
     pack_description,
     unpack_description,
 )
-from cas_ckpt.ops.commit.outcome import Outcome, read_outcome, refusal_message, simple_message, tell_ranks
+from cas_ckpt.ops.commit.outcome import Outcome, broadcast_outcome, read_outcome, refusal_message, simple_message
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence
 from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack
@@ -225,7 +225,7 @@ def _gather_small(merged: MergedState, own: Mapping[Path, TensorItem], peers: Pe
         for path, small in merged.small.items():
             small.data = _assemble(path, small, merged, views, faults, warn=warn)
         told = refusal_message(faults[0]) if faults else simple_message(Outcome.GO_ON)
-    heard = read_outcome(tell_ranks(peers, told))
+    heard = read_outcome(broadcast_outcome(peers, told))
     if isinstance(heard, PeerError):
         raise heard
 

@@ -31,11 +31,11 @@ from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.outcome import (
     Made,
     Outcome,
+    broadcast_outcome,
     made_message,
     read_outcome,
     refusal_message,
     simple_message,
-    tell_ranks,
 )
 from cas_ckpt.ops.commit.ranks import save_on_ranks
 from cas_ckpt.ops.commit.request import (
@@ -164,7 +164,7 @@ def _publish(
             message = refusal_message(refusal)
         else:
             message = _indexed(handle, published, destination.branch, peers)
-    told = read_outcome(tell_ranks(peers, message))
+    told = read_outcome(broadcast_outcome(peers, message))
     if isinstance(told, Outcome):
         raise GenerationMoved
     if isinstance(told, PeerError):

@@ -67,7 +67,7 @@ def read_outcome(message: bytes) -> Outcome | Made | PeerError:
     )
 
 
-def tell_ranks(peers: Peers, message: bytes | None) -> bytes:
+def broadcast_outcome(peers: Peers, message: bytes | None) -> bytes:
     """What rank 0 tells: its own `message` there, None on the others. Collective.
 
     Raises:
@@ -78,11 +78,11 @@ def tell_ranks(peers: Peers, message: bytes | None) -> bytes:
     except PeerError as error:
         said = None if message is None else read_outcome(message)
         if isinstance(said, tuple):
-            raise not_all_told(*said, error) from error
+            raise outcome_not_received(*said, error) from error
         raise
 
 
-def not_all_told(made: CommitInfo, branch: str, lost: PeerError) -> PeerError:
+def outcome_not_received(made: CommitInfo, branch: str, lost: PeerError) -> PeerError:
     """Rank 0 has made a commit, and `lost` kept the others from hearing of it."""
     return PeerError(
         f"commit {short(bytes.fromhex(made.id))} is made and the branch {branch} names it, but not all ranks have "

@@ -94,8 +94,10 @@ def live_commits(graph: Graph, records: Records) -> LiveCommits:
     live = kept | graph.ancestors(logged(records.refs, BEFORE_ALL_US))
     if not records.all_known or missing:
         live |= graph.commits.keys()
-    bare = {digest for digest in live if digest in records.forgotten and digest not in refs}
-    return LiveCommits(graph, frozenset(live - bare), frozenset(live - kept), frozenset(bare), missing, refs)
+    without_data = {digest for digest in live if digest in records.forgotten and digest not in refs}
+    return LiveCommits(
+        graph, frozenset(live - without_data), frozenset(live - kept), frozenset(without_data), missing, refs
+    )
 
 
 # --- problems -------------------------------------------------------------------------------

@@ -70,28 +70,28 @@ class CommitPlan:
 
 
 def plan_commits(
-    graph: Graph, tips: Iterable[bytes], *, kept: Set[bytes], hollow: Collection[bytes], forgotten: Collection[bytes],
-    promised: Set[bytes] = frozenset(),
+    graph: Graph, tips: Iterable[bytes], *, kept: Set[bytes], without_data: Collection[bytes],
+    forgotten: Collection[bytes], promised: Set[bytes] = frozenset(),
 ) -> CommitPlan:  # fmt: skip
     """The commits to copy so that `tips` and all that they lead to are there.
 
     Args:
         graph: Of the side that has them.
         kept: Commits that refs keep at the other side, with all that they lead to.
-        hollow: Commits of `kept` whose data is not kept there.
+        without_data: Commits of `kept` whose data is not kept there.
         forgotten: Commits whose data may be gone at this side.
         promised: Commits of which chunks may be absent at the other side, as a remote keeps them for it.
     Raises:
         CorruptionError: a commit on the way is not known.
     """
     tips = set(tips)
-    wanted = graph.reached(tips, without=kept) | {tip for tip in tips if tip in hollow}
+    wanted = graph.reached(tips, without=kept) | {tip for tip in tips if tip in without_data}
     for digest in sorted(wanted):
         if digest not in graph:
             raise CorruptionError(f"commit {short(digest)} is in no intact pack: run repo.fsck() there")
     order = graph.parents_first(wanted)
     with_data = {digest for digest in order if digest not in forgotten or digest in tips}
-    whole = (with_data | {digest for digest in kept if digest not in hollow}) - promised
+    whole = (with_data | {digest for digest in kept if digest not in without_data}) - promised
     bases = {
         Digest(digest): tuple(Digest(parent) for parent in graph.commits[digest].parents if parent in whole)
         for digest in order

@@ -38,9 +38,9 @@ def rebase(handle: RepositoryHandle, branch: str, ours: Digest, theirs: Digest) 
     """
     own = _own_commits(handle, ours, theirs)
     forgotten = forgotten_view(handle)
-    hollow = next((digest for digest in own if digest in forgotten), None)
-    if hollow is not None:
-        raise NotFoundError(f"commit {short(hollow)} was forgotten: it cannot be made anew without its data")
+    without_data = next((digest for digest in own if digest in forgotten), None)
+    if without_data is not None:
+        raise NotFoundError(f"commit {short(without_data)} was forgotten: it cannot be made anew without its data")
     generation = handle.begin_writing()
     require_complete(handle, ours, generation)
     nodes = _made_anew(handle, own, theirs)

@@ -223,7 +223,7 @@ class _Sending:
     moved: dict[str, MovedRef] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
-    hollow: frozenset[Digest] = frozenset()
+    without_data: frozenset[Digest] = frozenset()
     again: frozenset[Digest] = frozenset()
     released: Sequence[str] = ()
 
@@ -265,7 +265,7 @@ class _Sending:
         if not self.options.dry_run:
             self._record_forgotten(plan)
             for update in sorted(self.updates, key=lambda each: each.target is None):
-                self._move(update, graph, generation, brought=plan.with_data - self.hollow - self.again)
+                self._move(update, graph, generation, brought=plan.with_data - self.without_data - self.again)
         return self._reported()
 
     def _begin_refs(self, heads: Mapping[str, Ref | None]) -> None:
@@ -373,17 +373,19 @@ class _Sending:
         kept = self._kept(refs, generation)
         if not all(kept.intersection(graph.reached([tip])) for tip in tips):
             kept = self._kept(self.target.refs.list(), generation)
-        self.hollow = read_forgotten(self.target.store)
+        self.without_data = read_forgotten(self.target.store)
         if self.options.depth is not None:
             forgotten |= {Digest(one) for one in graph.reached(tips) - _near(graph, tips, self.options.depth)}
         assumed = graph.ancestors(self.options.assumed)
-        hollow = (self.hollow & kept) | (forgotten & assumed)
+        without_data = (self.without_data & kept) | (forgotten & assumed)
         promised = self._promised(graph)
         if self.options.again:
             self.again = frozenset(map(Digest, kept & promised))
             kept -= self.again
-            forgotten |= self.hollow.difference(tips)
-        return plan_commits(graph, tips, kept=kept | assumed, hollow=hollow, forgotten=forgotten, promised=promised)
+            forgotten |= self.without_data.difference(tips)
+        return plan_commits(
+            graph, tips, kept=kept | assumed, without_data=without_data, forgotten=forgotten, promised=promised
+        )
 
     def _promised(self, graph: Graph) -> set[bytes]:
         """Commits that are promised to the target: as its refs say now, and as this fetch is going to let them say."""
@@ -410,10 +412,10 @@ class _Sending:
 
     def _record_forgotten(self, plan: CommitPlan) -> None:
         """s4: what came without its data is forgotten there; what came with it is not, whatever records said."""
-        bare = set(plan.commits) - plan.with_data - self.hollow - self.again
-        if bare:
-            write_forgotten(self.target.store, bare, author=default_author())
-        back = self.hollow & plan.with_data
+        without_data = set(plan.commits) - plan.with_data - self.without_data - self.again
+        if without_data:
+            write_forgotten(self.target.store, without_data, author=default_author())
+        back = self.without_data & plan.with_data
         if back:
             unforget(self.target, back)
 

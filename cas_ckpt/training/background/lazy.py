@@ -143,14 +143,14 @@ def _watched(snapshot: Snapshot, memory: TrainedMemory) -> list[StagedTensor]:
             counting = memory.counting(live.tensor)
             if counting:
                 kept = live.tensor.detach()
-                each.be_read_later(HostTensor(kept), watch.add(each.key, (kept,), counting))
+                each.defer(HostTensor(kept), watch.add(each.key, (kept,), counting))
                 found.append(each)
             continue
         tensors = _tensors_of(live)
         counted = [memory.counting(tensor) for tensor in tensors]
         if tensors and all(counted):
             source, kept_parts = _kept(live)
-            each.be_read_later(source, watch.add(each.key, kept_parts, [tensor for some in counted for tensor in some]))
+            each.defer(source, watch.add(each.key, kept_parts, [tensor for some in counted for tensor in some]))
             found.append(each)
     watch.begin()
     return found

@@ -168,7 +168,7 @@ class StagedTensor:
         arrays = tuple([as_raw(live.read(box), self.item_bytes).copy() for box in self.boxes])
         return arrays, ((-1, 0),) * len(arrays)
 
-    def be_read_later(self, live: ArraySource, watched: Watched) -> None:
+    def defer(self, live: ArraySource, watched: Watched) -> None:
         """It is staged after the call has returned: from `live`, which `watched` watches."""
         self._live, self.watched = live, watched
 

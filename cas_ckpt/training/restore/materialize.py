@@ -53,7 +53,7 @@ from cas_ckpt.training.capture.tensors import (
 )
 from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
 from cas_ckpt.training.restore.large_pages import ask_for_large_pages
-from cas_ckpt.training.stateful import tell_versions
+from cas_ckpt.training.stateful import set_versions
 
 NO_LAYOUT = LayoutObject()
 """Nothing is tied, all tensors lie in the order of their dimensions, no version of a module is known."""
@@ -232,7 +232,7 @@ def _num_bytes(stored: StoredTensor) -> int:
 def _module_state(build: Builder, versions: Mapping[str, int]) -> Any:
     """The state of a module as its `state_dict()` gives it, so that a module which loads it learns the versions."""
     state = OrderedDict(build())
-    tell_versions(state, versions, state)
+    set_versions(state, versions, state)
     return state
 
 

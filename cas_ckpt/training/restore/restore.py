@@ -86,7 +86,7 @@ from cas_ckpt.training.stateful import (
     Stateful,
     is_module_state,
     is_stateful,
-    tell_versions,
+    set_versions,
 )
 from cas_ckpt.training.torch_internals import buffers_of, params_of, takes_shapes
 
@@ -278,7 +278,7 @@ class _Walk:
                 if name in target:
                     target.move_to_end(name)
             if versions is not None:
-                tell_versions(target, versions, builders)
+                set_versions(target, versions, builders)
             return target
 
         return change

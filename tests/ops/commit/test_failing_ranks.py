@@ -122,14 +122,14 @@ def _interrupted(*args: Any, **named: Any) -> None:
 def test_of_a_commit_that_is_made_and_not_heard_of_everywhere_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tell = commit.tell_ranks
+    tell = commit.broadcast_outcome
 
     def fails_to_hear(peers: Peers, message: bytes | None) -> bytes:
         if peers.rank == 1:
             raise OSError("the network is gone")
         return tell(peers, message)
 
-    monkeypatch.setattr(commit, "tell_ranks", fails_to_hear)
+    monkeypatch.setattr(commit, "broadcast_outcome", fails_to_hear)
     store = new_store()
 
     def work(peers: Peers) -> Any:

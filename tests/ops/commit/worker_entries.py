@@ -52,25 +52,25 @@ def die_once_published(descriptor: int, parent: int) -> None:
 
 def die_before_told(descriptor: int, parent: int) -> None:
     """SIGKILL once rank 0 has all that it needs to make the commit."""
-    commit.tell_ranks = _die
+    commit.broadcast_outcome = _die
     child.main(descriptor, parent)
 
 
 def die_after_gather(descriptor: int, parent: int) -> None:
     """SIGKILL once rank 0 has gathered for the first time: the small tensors that are divided over ranks."""
-    gather = child.AskedPeers.gather
+    gather = child.RemotePeers.gather
 
-    def gather_and_die(peers: child.AskedPeers, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+    def gather_and_die(peers: child.RemotePeers, message: Buffer, *, root: int = 0) -> list[bytes] | None:
         gather(peers, message, root=root)
         return _die()  # type: ignore[no-any-return]
 
-    child.AskedPeers.gather = gather_and_die  # type: ignore[method-assign]
+    child.RemotePeers.gather = gather_and_die  # type: ignore[method-assign]
     child.main(descriptor, parent)
 
 
 def die_of_peer_error(descriptor: int, parent: int) -> None:
     """SIGKILL once it is heard that another rank has failed."""
-    tell = commit.tell_ranks
+    tell = commit.broadcast_outcome
 
     def hear_or_die(peers: Peers, message: bytes | None) -> bytes:
         try:
@@ -78,7 +78,7 @@ def die_of_peer_error(descriptor: int, parent: int) -> None:
         except PeerError:
             return _die()  # type: ignore[no-any-return]
 
-    commit.tell_ranks = hear_or_die
+    commit.broadcast_outcome = hear_or_die
     child.main(descriptor, parent)
 
 

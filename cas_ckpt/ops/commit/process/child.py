@@ -56,26 +56,26 @@ class Commits:
     def __init__(self) -> None:
         self._handle: RepositoryHandle | None = None
         self._memory = FrozenMemory()
-        self._era: Any = None
+        self._epoch: Any = None
 
     def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
         """The commit, and the head after it. Once it is made, nothing here reads or writes."""
         leave_core(given["core"], pid=os.getppid())
         _log_to(served, given["log_level"])
         handle = self._opened(given["repository"])
-        if given["era"] != self._era:  # what was frozen may hold other bytes now, rightly
-            self._memory, self._era = FrozenMemory(), given["era"]
+        if given["era"] != self._epoch:  # what was frozen may hold other bytes now, rightly
+            self._memory, self._epoch = FrozenMemory(), given["era"]
         handle.head = unpack_head(given["head"])
         key = given["public_key"]
         request = unpack_request(
-            given["request"], sign=None if key is None else cast(Any, AskedKey(served, key)),
+            given["request"], sign=None if key is None else cast(Any, RemoteKey(served, key)),
             look=lambda: served.ask(LOOK),
             announce=lambda made: served.ask(PUBLISH, bytes(made.digest), made.data),
         )  # fmt: skip
         tree = unpack_tree(given["tree"], lambda spec, source: make_source(served, spec, source))
-        peers = SOLO if given["peers"] is None else cast(Peers, AskedPeers(served, *given["peers"]))
+        peers = SOLO if given["peers"] is None else cast(Peers, RemotePeers(served, *given["peers"]))
         memory = self._memory if request.frozen is not None or request.frozen_keys or self._memory.num_changes else None
-        progress = ToldProgress(served)
+        progress = RemoteProgress(served)
         with limits(**given["limits"]), collective_errors(peers):
             made = commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
         return [pack_commit(made), pack_head(handle.head)]
@@ -87,7 +87,7 @@ class Commits:
         return self._handle
 
 
-class AskedKey:
+class RemoteKey:
     """A key to sign with that stays in the trainer's process."""
 
     def __init__(self, served: Served, public_key: bytes) -> None:
@@ -100,7 +100,7 @@ class AskedKey:
         return signature
 
 
-class AskedPeers:
+class RemotePeers:
     """The other ranks, reached through the connections of the trainer's process. See `Peers`."""
 
     def __init__(self, served: Served, rank: int, size: int) -> None:
@@ -139,7 +139,7 @@ class AskedPeers:
         """It is not for the worker to leave."""
 
 
-class ToldProgress:
+class RemoteProgress:
     """A `Progress` that the trainer's process shows; ends the work once nobody wants it any more."""
 
     def __init__(self, served: Served) -> None:

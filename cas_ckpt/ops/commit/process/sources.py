@@ -49,7 +49,7 @@ class LentSource:
         """See `StagedSource`."""
 
 
-class AskedSource:
+class RemoteSource:
     """A tensor that the trainer's process copies a box of whenever one is read."""
 
     def __init__(self, served: Served, number: int, spec: Spec) -> None:
@@ -78,7 +78,7 @@ class AskedSource:
         self._served.ask(SAVED, self._number)
 
 
-class SummedSource(AskedSource):
+class SummedSource(RemoteSource):
     """One that the trainer's process sums where it is, such as on a device."""
 
     def sums(self, box: Box) -> Array | None:
@@ -93,7 +93,7 @@ def make_source(served: Served, spec: Spec, packed: Any) -> ArraySource:
     item_bytes, dtype = spec.item_bytes, raw_dtype(spec.item_bytes)
     if kind == "asked":
         number, is_summing = rest
-        return (SummedSource if is_summing else AskedSource)(served, number, spec)
+        return (SummedSource if is_summing else RemoteSource)(served, number, spec)
     pieces = []
     memory = served.memory(rest[0]) if kind == "lent" else None
     for offsets, sizes, place in rest[-1]:

@@ -3,8 +3,8 @@
     1. the process is started when the first commit wants it, and again when it has died
     2. the arenas that a state was staged in are lent to it; it keeps them mapped as long as the pool keeps them
     3. `commit` sends tree and request, and answers what the worker asks until the commit is made or has failed
-    4. the worker died: whether the ref was swapped is looked up, or heard from rank 0, so that "not made" is true when
-       it is said; the other ranks are told of a commit that was made
+    4. the worker died: whether the ref was swapped is looked up, or received from rank 0, so that "not made" is true;
+       the other ranks receive a commit that was made
 
 Invariant: `handle.head` moves if and only if the commit is made. An error of the worker is raised here as what it is;
 its traceback goes to the log (DEBUG). Knows nothing of torch.
@@ -32,7 +32,14 @@ from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.outcome import Made, Outcome, made_message, not_all_told, read_outcome, tell_ranks
+from cas_ckpt.ops.commit.outcome import (
+    Made,
+    Outcome,
+    broadcast_outcome,
+    made_message,
+    outcome_not_received,
+    read_outcome,
+)
 from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH, SIGN
 from cas_ckpt.ops.commit.process.packing import (
     Identities,
@@ -111,7 +118,7 @@ class CommitWorker:
         self._names = itertools.count()
         self._lent: dict[int, tuple[Arena, int, int]] = {}
         self._frozen: tuple[FrozenMemory | None, int] = None, 0
-        self._era = 0
+        self._epoch = 0
 
     @property
     def pid(self) -> int | None:
@@ -166,7 +173,7 @@ class CommitWorker:
         asked = _Asked(self, child, request, peers, progress, check)
         try:
             try:
-                work = self._packed(child, tree, request, arenas, peers, self._era_of(memory), asked)
+                work = self._packed(child, tree, request, arenas, peers, self._frozen_epoch(memory), asked)
                 made, head = child.run(work, answer=asked.answer, note=asked.note, pack_error=pack_error)
             finally:
                 asked.end()
@@ -184,12 +191,12 @@ class CommitWorker:
             self._frozen = memory, memory.num_changes
         return unpack_commit(made)
 
-    def _era_of(self, memory: FrozenMemory | None) -> int:
+    def _frozen_epoch(self, memory: FrozenMemory | None) -> int:
         """Another number than the last time if what was frozen may hold other bytes now, rightly."""
         now = memory, 0 if memory is None else memory.num_changes
         if now[0] is not self._frozen[0] or now[1] != self._frozen[1]:
-            self._frozen, self._era = now, self._era + 1
-        return self._era
+            self._frozen, self._epoch = now, self._epoch + 1
+        return self._epoch
 
     def _started(self) -> ChildProcess:
         child = self._child
@@ -256,11 +263,11 @@ class CommitWorker:
         self._discard()
         handle = self._handle
         handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
-        heard = None if asked is None else asked.hear()
-        if isinstance(heard, PeerError):
-            raise heard from ended  # as all ranks do: nobody waits for what this one would report
-        if isinstance(heard, tuple):
-            made, branch = heard
+        outcome = None if asked is None else asked.last_outcome()
+        if isinstance(outcome, PeerError):
+            raise outcome from ended  # as all ranks do: nobody waits for what this one would report
+        if isinstance(outcome, tuple):
+            made, branch = outcome
             handle.head = Head(branch, made.id)
         else:
             branch = request.branch or handle.head.branch or handle.default_branch
@@ -268,8 +275,8 @@ class CommitWorker:
             made = info_from_row(commit_row(digest, data))
             handle.head = Head(branch, made.id)
             if asked is not None and asked.lost is not None:
-                raise not_all_told(made, branch, asked.lost)
-            tell_ranks(peers, made_message(digest, data, branch))  # the last that the worker would have done
+                raise outcome_not_received(made, branch, asked.lost)
+            broadcast_outcome(peers, made_message(digest, data, branch))  # the last that the worker would have done
         _LOGGER.warning("commit %s is made, but its worker died right after: %s", short(bytes.fromhex(made.id)), ended)
         return made
 
@@ -355,8 +362,8 @@ class _Asked:
         self._numbers: dict[int, int] = {}
         self._slots: dict[int, tuple[Arena, int]] = {}
         self.published: tuple[Digest, bytes] | None = None
-        self._has_given = False  # what rank 0 has gathered, which tells all ranks now what came of it
-        self._told: bytes | None = None
+        self._has_gathered = False  # what rank 0 has gathered, which tells all ranks now what came of it
+        self._last_message: bytes | None = None
         self.lost: PeerError | None = None
 
     def number(self, source: ArraySource, item: TensorItem) -> list[Any]:
@@ -413,23 +420,23 @@ class _Asked:
 
     def _collective(self, method: str, arguments: list[Any], named: Mapping[str, Any]) -> Any:
         if method == "fail":
-            self._has_given, self._told = False, None
+            self._has_gathered, self._last_message = False, None
             report_instead(self._peers, unpack_error(arguments[0]))
             return None
         if method not in _METHODS:
             raise InternalError(f"a worker process asks for the collective {method!r}, which nobody knows here")
-        had_given, self._has_given, self._told = self._has_given, False, None
+        had_given, self._has_gathered, self._last_message = self._has_gathered, False, None
         try:
             found = getattr(self._peers, method)(*arguments, **named)
         except PeerError as error:
             self.lost = error
             raise
         if method == "broadcast" and had_given:
-            self._told = found
-        self._has_given = method == "gather"
+            self._last_message = found
+        self._has_gathered = method == "gather"
         return list(map(bytes, found)) if isinstance(found, list) else found
 
-    def hear(self) -> Outcome | Made | PeerError | None:
+    def last_outcome(self) -> Outcome | Made | PeerError | None:
         """What rank 0 told last of the commit, if the worker has done nothing with the other ranks since.
 
         Collective where it is still to come: the worker has died, and rank 0 has what it gathered from this rank.
@@ -437,9 +444,9 @@ class _Asked:
         Raises:
             PeerError: the work of the ranks ended before.
         """
-        if self._has_given and self._peers.rank:
-            self._told = tell_ranks(self._peers, None)
-        return None if self._told is None else read_outcome(self._told)
+        if self._has_gathered and self._peers.rank:
+            self._last_message = broadcast_outcome(self._peers, None)
+        return None if self._last_message is None else read_outcome(self._last_message)
 
     def note(self, name: str, arguments: list[Any]) -> None:
         """See `child_process.Note`. What it raises ends the commit, at the latest when it is to be published."""
