@@ -45,7 +45,7 @@ from cas_ckpt import clock, native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.native import Part
-from cas_ckpt.storage.page_cache import may_be_cached
+from cas_ckpt.storage.page_cache import is_in_memory, may_be_cached
 from cas_ckpt.storage.store import Store, missing, too_short
 from cas_ckpt.uncopied import Uncopied
 
@@ -155,8 +155,9 @@ def leaves_of_file(
     """
     if cached_only and not may_be_cached(fd, offset, size):
         return 0
+    no_wait = cached_only and not is_in_memory(fd)
     try:
-        return native.read_leaves(fd, offset, first, size, leaf_bytes, digests, parts, cached_only)
+        return native.read_leaves(fd, offset, first, size, leaf_bytes, digests, parts, no_wait)
     except EOFError as error:
         raise too_short(key, offset, size, os.fstat(fd).st_size) from error
 

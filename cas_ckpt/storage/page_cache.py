@@ -2,7 +2,7 @@
 
 A read with RWF_NOWAIT waits for nothing, but it may ask the disk for what is not there, and if the disk answers at once
 it returns that. Whoever takes what was verified a moment ago must not get bytes that were read since, so the system is
-asked first which pages it has (cachestat, Linux 6.5).
+asked first which pages it has (cachestat, Linux 6.5). A file system in memory refuses such reads, and needs none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import functools
 import mmap
 import os
-from collections.abc import Callable
+import sys
 from typing import Any
 
 _CACHESTAT = 451
@@ -20,6 +20,12 @@ _CACHESTAT = 451
 
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+
+_MEMORY = frozenset({0x01021994, 0x858458F6})
+"""What `fstatfs` calls tmpfs and ramfs."""
+
+_STATFS_BYTES = 256
+"""More than `struct statfs` has, whose first field is the type."""
 
 
 class _Range(ctypes.Structure):
@@ -39,7 +45,7 @@ def read_cached(fd: int, offset: int, view: memoryview) -> bool:
     if not may_be_cached(fd, offset, view.nbytes):
         return False
     try:
-        return os.preadv(fd, [view], offset, _NOWAIT or 0) == view.nbytes
+        return os.preadv(fd, [view], offset, 0 if is_in_memory(fd) else _NOWAIT or 0) == view.nbytes
     except OSError as error:
         if error.errno in _NOT_CACHED:
             return False
@@ -50,20 +56,30 @@ def may_be_cached(fd: int, offset: int, length: int) -> bool:
     """False if a page of them is not in memory, or no read stops there; True if all are, or the system does not say."""
     if _NOWAIT is None:
         return False
-    call = _system_call()
-    if call is None or not length:
+    system = _system()
+    if system is None or not length:
         return True
     pages = _Pages()
-    if call(_CACHESTAT, fd, ctypes.byref(_Range(offset, length)), ctypes.byref(pages), 0) != 0:
+    if system.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, length)), ctypes.byref(pages), 0) != 0:
         return True  # an older kernel, or a file of somebody else
     wanted: int = (offset + length - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     cached: int = pages.cached
     return cached >= wanted
 
 
+def is_in_memory(fd: int) -> bool:
+    """Whether an open file, or folder, is of a file system that has memory alone to keep it in."""
+    system = _system() if sys.platform == "linux" else None
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    if system is None or system.fstatfs(fd, found) != 0:
+        return False
+    return ctypes.c_long.from_buffer(found).value in _MEMORY
+
+
 @functools.cache
-def _system_call() -> Callable[..., Any] | None:
+def _system() -> Any:
     try:
-        return ctypes.CDLL(None).syscall
+        library = ctypes.CDLL(None)
+        return library if library.syscall and library.fstatfs else None
     except (OSError, AttributeError):
         return None

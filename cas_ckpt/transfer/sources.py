@@ -21,7 +21,6 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import IO, Protocol
 
 import numpy as np
@@ -34,7 +33,8 @@ from cas_ckpt.native import Part
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
-from cas_ckpt.storage.disk import leaves_of_file
+from cas_ckpt.storage.disk import Descriptor, leaves_of_file
+from cas_ckpt.storage.page_cache import is_in_memory
 from cas_ckpt.storage.store import ReadsLeaves, Store
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span
@@ -46,8 +46,6 @@ STAGED = "staged"
 
 SPARE_BYTES = 1 << 30
 """So much of a disk, or a tenth of it if that is less, is left free."""
-
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
 """What is read at one time is no more than this, whatever a store can do."""
@@ -328,13 +326,7 @@ def _roomiest(folders: Collection[str], wanted_bytes: int) -> tuple[str, int]:
 def _is_memory(folder: str) -> bool:
     """Whether files in `folder` are kept in memory, of which a restore may need all there is."""
     try:
-        device = os.stat(folder).st_dev
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        descriptor = Descriptor(os.open(folder, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
         return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        if before.split()[2:3] == [number]:
-            return after.split()[0] in _IN_MEMORY
-    return False
+    return is_in_memory(descriptor.fd)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 
 import pytest
 
 from cas_ckpt.storage import page_cache
+from cas_ckpt.storage.disk import leaves_of_file
 from cas_ckpt.storage.page_cache import read_cached
 
 BYTES = 1 << 20
@@ -31,8 +34,8 @@ def test_what_is_in_memory_is_read(file: int) -> None:
 
 def test_what_the_disk_would_give_at_once_is_not_what_is_in_memory(file: int) -> None:
     """Holes are read at once, as a fast disk is when this thread is put off at the wrong moment."""
-    call, asked = page_cache._system_call(), (page_cache._Range(0, BYTES), page_cache._Pages())
-    if not call or call(page_cache._CACHESTAT, file, *map(ctypes.byref, asked), 0):
+    system, asked = page_cache._system(), (page_cache._Range(0, BYTES), page_cache._Pages())
+    if not system or system.syscall(page_cache._CACHESTAT, file, *map(ctypes.byref, asked), 0):
         pytest.skip("this kernel does not say what is in memory")
     view = memoryview(bytearray(BYTES))
     assert not read_cached(file, 0, view)
@@ -41,8 +44,21 @@ def test_what_the_disk_would_give_at_once_is_not_what_is_in_memory(file: int) ->
 
 
 def test_a_kernel_that_does_not_say_is_asked_by_the_read_alone(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_system_call", lambda: lambda *_: -1)
-    assert read_cached(file, BYTES, memoryview(bytearray(BYTES)))
-    monkeypatch.setattr(page_cache, "_system_call", lambda: None)
+    real = page_cache._system()
+    silent = SimpleNamespace(syscall=lambda *_: -1, fstatfs=real and real.fstatfs)
+    monkeypatch.setattr(page_cache, "_system", lambda: silent)
     assert read_cached(file, BYTES, memoryview(bytearray(BYTES)))
     os.close(file)
+
+
+def test_a_filesystem_in_memory_needs_no_second_look_at_what_was_verified() -> None:
+    """tmpfs refuses reads that wait for nothing: each chunk of a checkout was read, and hashed, once more."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no such file system here")
+    with NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(b"x" * BYTES)
+        file.flush()
+        view, fd = memoryview(bytearray(BYTES)), file.fileno()
+        assert read_cached(fd, 0, view) and bytes(view) == b"x" * BYTES
+        assert leaves_of_file(fd, "packs/a", 0, 0, BYTES, BYTES, None, [], cached_only=True) == 1
+        assert not read_cached(fd, 1, view), "the last byte is past the end"
