@@ -298,6 +298,12 @@ class VerbGroup(click.Group):
             raise NoSuchVerb(f"there is no verb {name!r}: {advice}")
         return super().resolve_command(ctx, args)
 
+    def verb(
+        self, name: str, *, examples: Sequence[str] = (), also: Sequence[int] = ()
+    ) -> Callable[[Callable[..., Any]], click.Command]:
+        """Declare a verb of this group, as `verb` does."""
+        return self.command(name, cls=Verb, examples=examples, exit_codes=(*ALWAYS, *also))
+
 
 def verb_group(name: str) -> Callable[[Callable[[], None]], VerbGroup]:
     """Declare a verb that consists of others; its docstring is the description. By itself it prints its help."""

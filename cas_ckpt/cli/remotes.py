@@ -1,4 +1,4 @@
-"""clone, push, fetch, pull, watch and remote: commits travel between repositories."""
+"""clone, push, fetch, pull, watch, remote and bundle: commits travel between repositories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cas_ckpt import clock
-from cas_ckpt.cli.command import AGE, SIZE, Settings, VerbGroup, flag, memory_option, shard_option, verb
+from cas_ckpt.cli.command import AGE, SIZE, Settings, VerbGroup, flag, memory_option, shard_option, verb, verb_group
 from cas_ckpt.cli.output import escaped, report_error, table
 from cas_ckpt.errors import CkptError, PartialRestoreError
 from cas_ckpt.objects.digest import SHORT_HEX
@@ -16,8 +16,10 @@ from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.pack_shards import PackShard
+    from cas_ckpt.ops.sync.bundle import BundleInfo
     from cas_ckpt.ops.sync.remotes import RemoteInfo
     from cas_ckpt.ops.sync.send import MovedRef, SyncReport
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -294,7 +296,7 @@ def ls_remote(settings: Settings, remote: str | None) -> None:
     settings.show(found, (f"{digest}  {escaped(name)}" for name, digest in found.items()))
 
 
-@verb("list", examples=["cas-ckpt remote list", "cas-ckpt remote list --json"])
+@remote.verb("list", examples=["cas-ckpt remote list", "cas-ckpt remote list --json"])
 @click.pass_obj
 def remote_list(settings: Settings) -> None:
     """List the remotes, and where their branches were when they were last asked."""
@@ -311,7 +313,7 @@ def _listed(found: list[RemoteInfo]) -> Iterator[str]:
         yield from table([("   ", escaped(name), digest[:SHORT_HEX]) for name, digest in one.branches.items()])
 
 
-@verb(
+@remote.verb(
     "add",
     examples=["cas-ckpt remote add origin s3://bucket/runs", "cas-ckpt remote add usb /mnt/usb/runs --push 'ft/*'"],
     also=[14],
@@ -336,7 +338,7 @@ def remote_add(
     settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
 
 
-@verb("remove", examples=["cas-ckpt remote remove usb"], also=[15])
+@remote.verb("remove", examples=["cas-ckpt remote remove usb"], also=[15])
 @click.argument("name")
 @click.pass_obj
 def remote_remove(settings: Settings, name: str) -> None:
@@ -346,7 +348,7 @@ def remote_remove(settings: Settings, name: str) -> None:
     settings.say({"remote": name}, f"Removed remote {escaped(name)}")
 
 
-@verb("rename", examples=["cas-ckpt remote rename origin upstream"], also=[14, 15])
+@remote.verb("rename", examples=["cas-ckpt remote rename origin upstream"], also=[14, 15])
 @click.argument("old")
 @click.argument("new")
 @click.pass_obj
@@ -357,7 +359,7 @@ def remote_rename(settings: Settings, old: str, new: str) -> None:
     settings.say({"remote": new, "was": old}, f"remote {escaped(old)} is {escaped(new)} now")
 
 
-@verb("set-url", examples=["cas-ckpt remote set-url origin s3://other/runs"], also=[15])
+@remote.verb("set-url", examples=["cas-ckpt remote set-url origin s3://other/runs"], also=[15])
 @click.argument("name")
 @click.argument("url")
 @click.pass_obj
@@ -368,7 +370,7 @@ def remote_set_url(settings: Settings, name: str, url: str) -> None:
     settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
 
 
-@verb(
+@remote.verb(
     "set",
     examples=[
         "cas-ckpt remote set origin --filter 'model/**'",
@@ -395,5 +397,69 @@ def remote_set(settings: Settings, name: str, promisor: bool | None, keys: tuple
     settings.say(found, "\n".join(_listed([found])))
 
 
-for _command in (remote_list, remote_add, remote_remove, remote_rename, remote_set_url, remote_set):
-    remote.add_command(_command)
+# --- bundle: commits in one file --------------------------------------------------------------
+
+
+@verb_group("bundle")
+def bundle() -> None:
+    """One file that carries commits, for where no network goes."""
+
+
+@bundle.verb(
+    "create",
+    examples=["cas-ckpt bundle create run.bundle main v1", "cas-ckpt bundle create week2.bundle main --since v1"],
+    also=[14, 15],
+)
+@click.argument("file")
+@click.argument("refs", nargs=-1, metavar="[REF...]")
+@click.option("--since", multiple=True, metavar="REVISION", help="Without what this has; may be repeated.")
+@flag("-f", "--force", help="Replace FILE.")
+@click.pass_obj
+def create(settings: Settings, file: str, refs: tuple[str, ...], since: tuple[str, ...], force: bool) -> None:
+    """Write FILE with all that REFs (branches, tags, REVISION:BRANCH) need; without any, the default branch.
+
+    With --since whoever takes it must have those commits.
+    """
+    with settings.open() as repo:
+        made = repo.create_bundle(file, refs, since=since, force=force, progress=settings.show_progress())
+    settings.say(made, f"Wrote {escaped(file)}: {made.num_commits} commits, {human_bytes(made.num_bytes)}")
+
+
+@bundle.verb("unbundle", examples=["cas-ckpt bundle unbundle run.bundle"], also=[14, 15])
+@click.argument("file")
+@click.option("--remote", metavar="NAME", help="Its branches become NAME/BRANCH here.")
+@flag("-n", "--dry-run", help="Only say what would be done.")
+@click.pass_obj
+def unbundle(settings: Settings, file: str, remote: str | None, dry_run: bool) -> None:
+    """Bring the commits of FILE here; branches of the same names move forward, others begin."""
+    with settings.open() as repo:
+        report = repo.unbundle(file, remote=remote, dry_run=dry_run, progress=settings.show_progress())
+    show_report(settings, report, "From", "came")
+
+
+@bundle.verb("verify", examples=["cas-ckpt bundle verify run.bundle"], also=[15])
+@click.argument("file")
+@click.pass_obj
+def verify(settings: Settings, file: str) -> None:
+    """Read and hash every byte of FILE, and see that it can be taken here."""
+    with settings.open() as repo:
+        found = repo.verify_bundle(file, progress=settings.show_progress())
+    settings.show(found, [*_lines(found), f"{escaped(file)} is whole, and can be taken here"])
+
+
+@bundle.verb("list", examples=["cas-ckpt bundle list run.bundle"], also=[15])
+@click.argument("file")
+@click.pass_obj
+def list_(settings: Settings, file: str) -> None:
+    """List the refs of FILE, and what it continues from. Needs no repository."""
+    from cas_ckpt.ops.sync.bundle import read_bundle
+
+    found = read_bundle(file)
+    settings.show(found, _lines(found))
+
+
+def _lines(found: BundleInfo) -> Iterator[str]:
+    yield from table([(digest[:SHORT_HEX], escaped(name)) for name, digest in found.refs.items()])
+    for digest in found.prerequisites:
+        yield f"continues from {digest[:SHORT_HEX]}"
+    yield f"{found.num_commits} commits, {found.num_packs} packs, {human_bytes(found.num_bytes)}"

@@ -154,7 +154,7 @@ def policy() -> None:
     """The rules of retention that the repository carries; cas-ckpt forget --policy applies them."""
 
 
-@verb(
+@policy.verb(
     "set",
     examples=[
         "cas-ckpt policy set --keep-daily 7 --keep-weekly 5 --keep-monthly 12",
@@ -174,7 +174,7 @@ def policy_set(settings: Settings, /, branch: str | None, **rules: Any) -> None:
         _show_policy(settings, repo.set_policy(_policy_of(rules), branch=branch))
 
 
-@verb("show", examples=["cas-ckpt policy show", "cas-ckpt policy show --json"])
+@policy.verb("show", examples=["cas-ckpt policy show", "cas-ckpt policy show --json"])
 @click.pass_obj
 def policy_show(settings: Settings) -> None:
     """Show the rules."""
@@ -182,7 +182,7 @@ def policy_show(settings: Settings) -> None:
         _show_policy(settings, repo.policy())
 
 
-@verb("clear", examples=["cas-ckpt policy clear", "cas-ckpt policy clear --branch 'ft/*'"], also=[14, 15])
+@policy.verb("clear", examples=["cas-ckpt policy clear", "cas-ckpt policy clear --branch 'ft/*'"], also=[14, 15])
 @click.option("--branch", metavar="PATTERN", help="Only the rules for this pattern.")
 @click.pass_obj
 def policy_clear(settings: Settings, branch: str | None) -> None:
@@ -198,11 +198,6 @@ def _show_policy(settings: Settings, held: Retention) -> None:
     rows.append((others, escaped(str(held.default)) if not held.default.is_empty else "keep everything"))
     text = "no policy" if held.is_empty else "\n".join(table(rows))
     settings.say({"default": held.default.rules(), "branches": branches}, text)
-
-
-policy.add_command(policy_set)
-policy.add_command(policy_show)
-policy.add_command(policy_clear)
 
 
 # --- gc and repack: giving space back -------------------------------------------------------

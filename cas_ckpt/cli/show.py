@@ -1,24 +1,28 @@
-"""show, ls, read, stats and du: what is in a commit, and how many bytes."""
+"""show, ls, read, find, shards, stats and du: what commits hold, and how many bytes."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import REGION, Settings, flag, keys_option, limit_option, verb
-from cas_ckpt.cli.log import describe
-from cas_ckpt.cli.output import escaped, plain, subject, table
+from cas_ckpt.cli.command import REGION, SIZE, Settings, flag, keys_option, limit_option, verb
+from cas_ckpt.cli.log import describe, line_of, names_of_commits
+from cas_ckpt.cli.output import echo_json, escaped, long_table, plain, subject, table
 from cas_ckpt.cli.signing import UNSIGNED, given_trust, trust_option, verdict_text
 from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.month import MonthlyCost
+    from cas_ckpt.ops.history.shards import ShardRow
     from cas_ckpt.ops.history.show import ShownCommit
     from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus
 
@@ -272,3 +276,102 @@ def du(
     found = [{"commit_id" if by == "commit" and key == "name" else key: value for key, value in plain(row).items()}
              for row in rows]  # fmt: skip
     settings.show(found, table(lines, right=frozenset(range(len(_COLUMNS)))))
+
+
+_SHARD_COLUMNS = ("ranks", "replicas", "size", "chunks", "shared with", "region", "key")
+
+
+@verb(
+    "shards",
+    examples=[
+        "cas-ckpt shards main 'model/**/attention.*'",
+        "cas-ckpt shards main --rank 5",
+        "cas-ckpt shards v1 model/head.weight --json",
+    ],
+    also=[15],
+)
+@click.argument("revision", default="HEAD")
+@click.argument("patterns", nargs=-1, metavar="[KEY]...")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what rank R held.")
+@click.pass_obj
+def shards(settings: Settings, revision: str, patterns: tuple[str, ...], rank: int | None) -> None:
+    """Show which ranks held which region of the entries of a commit, and who shared chunks.
+
+    A row for each region: the ranks that held it (0-7, 16-64:8 in steps of 8), how many bytes and chunks
+    it has, and which other ranks held another part of one of these chunks. KEYs are as for ls.
+    """
+    with settings.open() as repo:
+        settings.page_rows(repo.shards(revision, patterns or None, rank=rank), _shard_lines)
+
+
+def _shard_lines(rows: Iterator[ShardRow]) -> Iterator[str]:
+    cells = (
+        (
+            str(row.ranks), str(len(row.ranks)), human_bytes(row.num_bytes), str(row.num_chunks),
+            str(row.shared_with), row.region, escaped(row.key),
+        )
+        for row in rows
+    )  # fmt: skip
+    return long_table(chain([_SHARD_COLUMNS], cells), right=frozenset({1, 2, 3}))
+
+
+@verb(
+    "find",
+    examples=[
+        "cas-ckpt find 'model/layers.17.*'",
+        "cas-ckpt find --dtype bf16 --shape '4096,*' --in main",
+        "cas-ckpt find '**/lora_*' --min-size 1MB --commits",
+        "cas-ckpt find --object 3fa9c1d2 --json",
+        "cas-ckpt find 'optim/**' --at v1 --dtype float32",
+    ],
+    also=[15],
+)
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--dtype", metavar="NAME", help="Tensors of this dtype: bf16, bfloat16, or a pattern: 'float8_*'.")
+@click.option("--shape", metavar="N,N", help="Tensors of this shape; * is any size, ... any number of dimensions.")
+@click.option("--min-size", "min_bytes", type=SIZE, help="Of so many plain bytes or more, e.g. 1MB.")
+@click.option("--max-size", "max_bytes", type=SIZE, help="Of so many plain bytes or fewer.")
+@click.option("--object", "object_id", metavar="ID", help="What is this chunk or tensor, or holds it.")
+@click.option("--in", "ref", multiple=True, metavar="REVISION", help="In commits that this leads to; may be repeated.")
+@click.option("--at", multiple=True, metavar="REVISION", help="In this commit alone; may be repeated.")
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="In commits made by N ranks.")
+@click.option("--axis", "axes", multiple=True, metavar="NAME[=N]", help="In commits over a mesh with this dimension.")
+@flag("--commits", "of_commits", help="Show the commits that hold such entries, as log --oneline does.")
+@limit_option("At most N rows.")
+@click.pass_obj
+def find(settings: Settings, /, of_commits: bool, limit: int | None, **conditions: Any) -> None:
+    """Find entries in all of history, or commits that hold them, by what they are.
+
+    Without --in or --at, all commits are searched that a branch, tag or pin leads to; forgotten ones are left out.
+    What several commits have in common is one row, with the number of commits, the first and the last of them.
+    In a KEY, * and ? stay inside one component, ** crosses them.
+    """
+    given = {name: None if value == () else value for name, value in conditions.items()}
+    wanted: dict[str, Any] = given | {"axes": conditions["axes"]}
+    with settings.open() as repo:
+        if of_commits:
+            commits = repo.find_commits(**wanted, limit=limit)
+            names = names_of_commits(repo)
+            if settings.json:
+                echo_json([plain(commit) | {"refs": list(names.get(commit.id, ()))} for commit in commits])
+            else:
+                width, colour = settings.width, settings.colour
+                lines = (line_of(each, names.get(each.id, ()), width=width, colour=colour) for each in commits)
+                settings.page(None, lines)
+            return
+        found = repo.find(**wanted, limit=limit)
+    settings.page(found, table(_found_rows(found), right=frozenset({3, 5})))
+
+
+_FOUND = ("kind", "dtype", "shape", "size", "object", "commits", "first", "last", "key")
+
+
+def _found_rows(found: Sequence[FoundEntry]) -> Iterator[Sequence[str]]:
+    if found:
+        yield _FOUND
+    for one in found:
+        shape = "" if one.shape is None else f"[{', '.join(map(str, one.shape))}]"
+        yield (
+            one.kind, one.dtype or "", shape, human_bytes(one.num_bytes), (one.object_id or "-")[:SHORT_HEX],
+            str(one.num_commits), one.first[:SHORT_HEX], one.last[:SHORT_HEX], escaped(one.key),
+        )  # fmt: skip

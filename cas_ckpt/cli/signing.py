@@ -155,7 +155,7 @@ def signers() -> None:
     """
 
 
-@verb("set", examples=["cas-ckpt signers set main --trust allowed_signers"], also=[14])
+@signers.verb("set", examples=["cas-ckpt signers set main --trust allowed_signers"], also=[14])
 @click.argument("pattern")
 @trust_option("Whose signatures the branches take; may be repeated.")
 @click.pass_obj
@@ -169,7 +169,7 @@ def signers_set(settings: Settings, pattern: str, trust: tuple[str, ...]) -> Non
     settings.show(found, _rows(found))
 
 
-@verb("show", examples=["cas-ckpt signers show"])
+@signers.verb("show", examples=["cas-ckpt signers show"])
 @click.pass_obj
 def signers_show(settings: Settings) -> None:
     """Print the patterns of branches, and the keys whose signatures they take."""
@@ -178,7 +178,7 @@ def signers_show(settings: Settings) -> None:
     settings.show(found, _rows(found))
 
 
-@verb("clear", examples=["cas-ckpt signers clear main", "cas-ckpt signers clear"], also=[14, 15])
+@signers.verb("clear", examples=["cas-ckpt signers clear main", "cas-ckpt signers clear"], also=[14, 15])
 @click.argument("pattern", required=False)
 @click.pass_obj
 def signers_clear(settings: Settings, pattern: str | None) -> None:
@@ -198,8 +198,3 @@ def _rows(found: SignedBranches) -> list[str]:
             for signer in each.trust.signers
         ]
     )
-
-
-signers.add_command(signers_set)
-signers.add_command(signers_show)
-signers.add_command(signers_clear)

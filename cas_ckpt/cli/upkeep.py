@@ -1,4 +1,4 @@
-"""init, status, index rebuild, set and roles, store check and fsck: the repository as a whole."""
+"""init, status, index rebuild, set and roles, store check, cache and fsck: the repository as a whole."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from cas_ckpt.cli.output import escaped, plain, table, utc
 from cas_ckpt.cli.refs import standing
 from cas_ckpt.cli.show import left_over
 from cas_ckpt.core.config import EMULATED
+from cas_ckpt.core.host_cache import HostCache
 from cas_ckpt.core.protocol import GcPhase
+from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.fsck.report import Effect, RepairKind
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
+    from cas_ckpt.core.host_cache import CachedRepository
     from cas_ckpt.core.pack_shards import PackShard
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
+
 
 PARTLY = 3
 FAILED = 1
@@ -129,7 +133,7 @@ def store() -> None:
     """Storage: where the packs and refs of a repository are kept."""
 
 
-@verb("rebuild", examples=["cas-ckpt index rebuild", "cas-ckpt -C /data/llm index rebuild"], also=[PARTLY])
+@index.verb("rebuild", examples=["cas-ckpt index rebuild", "cas-ckpt -C /data/llm index rebuild"], also=[PARTLY])
 @click.pass_obj
 def rebuild(settings: Settings) -> int:
     """Drop the index, damaged or not, and make it anew from the packs.
@@ -151,7 +155,7 @@ def rebuild(settings: Settings) -> int:
     return PARTLY if report.damaged else 0
 
 
-@verb(
+@index.verb(
     "set",
     examples=["cas-ckpt index set postgresql+psycopg://db.example.org/ckpt", "cas-ckpt index set --clear"],
     also=[14],
@@ -173,7 +177,9 @@ def set_place(settings: Settings, url: str | None, clear: bool) -> None:
     settings.say({"index_url": found}, f"The index is at {found}" if found else "The index is where it usually is")
 
 
-@verb("roles", examples=["cas-ckpt index roles --maintainer ckpt_admin --writer ckpt_writer --reader ckpt_reader"])
+@index.verb(
+    "roles", examples=["cas-ckpt index roles --maintainer ckpt_admin --writer ckpt_writer --reader ckpt_reader"]
+)
 @click.option("--maintainer", required=True, metavar="NAME", help="Owns the tables: gc, rebuild, upgrades.")
 @click.option("--writer", required=True, metavar="NAME", help="Commits, branches, tags.")
 @click.option("--reader", required=True, metavar="NAME", help="Reads only.")
@@ -190,7 +196,7 @@ def roles(settings: Settings, maintainer: str, writer: str, reader: str) -> None
     settings.show({"sql": sql}, sql.splitlines())
 
 
-@verb("check", examples=["cas-ckpt store check /mnt/nfs/try", "cas-ckpt store check memory://"])
+@store.verb("check", examples=["cas-ckpt store check /mnt/nfs/try", "cas-ckpt store check memory://"])
 @click.argument("url")
 @click.pass_obj
 def check(settings: Settings, url: str) -> int:
@@ -212,12 +218,6 @@ def check(settings: Settings, url: str) -> int:
     found = [{"name": one.name, "outcome": one.outcome.value, "detail": one.detail} for one in results]
     settings.say(found, f"{len(results)} rules, {failed} broken")
     return FAILED if failed else 0
-
-
-index.add_command(rebuild)
-index.add_command(set_place)
-index.add_command(roles)
-store.add_command(check)
 
 
 # --- fsck: look for damage, and repair it ---------------------------------------------------
@@ -356,3 +356,75 @@ def _repaired(report: RepairReport, *, quiet: bool) -> Iterator[str]:
 
 def _described(action: RepairAction) -> str:
     return f"{action.kind}: {escaped(action.where)}: {escaped(action.what)}"
+
+
+# --- cache: what this host keeps of remote repositories ---------------------------------------
+
+
+@verb_group("cache")
+def cache() -> None:
+    """What this host keeps of remote repositories, so that the next look costs few requests.
+
+    It is in ~/.cache/cas_ckpt, or where $CAS_CKPT_CACHE says; nowhere if that is empty. Losing it loses time alone.
+    """
+
+
+@cache.verb("show", examples=["cas-ckpt cache show", "cas-ckpt cache show --max-size 20GB"])
+@click.option("--max-size", type=SIZE, help="Keep at most so many bytes from now on. At first 10 GB.")
+@click.pass_obj
+def cache_show(settings: Settings, max_size: int | None) -> None:
+    """Show where it is, how large, and what is in it, the last used first.
+
+    Beyond the limit, what was not used for longest is removed. Indexes count, and stay.
+    """
+    host = _host()
+    if max_size is not None:
+        host.set_limit(max_size)
+    found = host.repositories()
+    plain = {
+        "folder": str(host.folder), "limit_bytes": host.limit_bytes,
+        "repositories": [
+            {"id": each.store_id, "url": each.url, "num_bytes": each.num_bytes, "used_s": each.used_s}
+            for each in found
+        ],
+    }  # fmt: skip
+    settings.show(plain, _cache_lines(host, found))
+
+
+def _cache_lines(host: HostCache, found: list[CachedRepository]) -> Iterator[str]:
+    total = sum(each.num_bytes for each in found)
+    yield f"{escaped(str(host.folder))}: {human_bytes(total)} of at most {human_bytes(host.limit_bytes)}"
+    rows = [
+        (each.store_id[:12], human_bytes(each.num_bytes), utc(each.used_s), escaped(each.url or "")) for each in found
+    ]
+    yield from table(rows, right=frozenset({1}))
+
+
+@cache.verb("clear", examples=["cas-ckpt cache clear", "cas-ckpt cache clear s3://bucket/llm"], also=[15])
+@click.argument("repo", required=False, metavar="[URL|ID]")
+@click.pass_obj
+def cache_clear(settings: Settings, repo: str | None) -> None:
+    """Remove what is kept of one repository, or of all. An index that a process has open stays."""
+    host = _host()
+    freed, busy = host.clear(None if repo is None else _named(host, repo))
+    in_use = f"; {len(busy)} indexes are in use and stay" if busy else ""
+    settings.say({"freed_bytes": freed, "in_use": busy}, f"{human_bytes(freed)} removed{in_use}")
+
+
+def _named(host: HostCache, repo: str) -> str:
+    """The folder of the one repository that is meant."""
+    found = [each.name for each in host.repositories() if repo == each.url or each.name.startswith(repo)]
+    if not found:
+        raise NotFoundError(f"nothing is kept of {repo!r}: cas-ckpt cache show lists URLs and ids")
+    if len(found) > 1:
+        raise NotFoundError(
+            f"{repo!r} is the URL, or the beginning of the id, of {len(found)} repositories: write more"
+        )
+    return found[0]
+
+
+def _host() -> HostCache:
+    host = HostCache.open()
+    if host is None:
+        raise NotFoundError("there is no cache on this host: $CAS_CKPT_CACHE is empty, or the folder cannot be written")
+    return host

@@ -1,7 +1,7 @@
 """Who holds what, and who does what: pure plans over shapes and ranks.
 
 1. `grid.py`: which parts of shards are in each cell and each leaf of a tensor (how it is cut: objects/spec.py)
-2. `holdings.py`: which elements each rank holds, from a placement alone; `regions.py`: and who shared chunks
+2. `holdings.py`: which elements each rank holds, from a placement alone
 3. `save_plan.py`: who hashes and writes which cell of a state that several ranks hold
 4. `restore_plan.py`: which rank reads which chunk, and who gets what of it; `plan_ranks.py` has it in numbers rank by
    rank, `plan_summary.py` on the whole

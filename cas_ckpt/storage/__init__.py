@@ -2,17 +2,14 @@
 
     store.py          the contract: what every store MUST do and why, the checks of keys and ranges, and the errors
     file.py           a store in a folder: a value is a file; streamed values are written past the page cache
-    disk.py           how a file appears whole and durable under its name; turns of writers; files kept open
-    page_cache.py     reads of what is in memory, and of nothing else
+    disk.py           how a file appears whole and durable under its name; turns of writers; open files, the page cache
     memory.py         a store in a dict, for tests, demos and `memory://`
     object_store.py   a store over any object storage: keys under a prefix, conditions by value, listings
-    object_reads.py   its reads: ranges in parts, bodies that break off are read on
+    object_reads.py   its reads: ranges in parts, bodies that break off are read on; listings in order of code points
     object_uploads.py its uploads of parts, lost replies, and what dead writers left
-    listing_order.py  listings of services that keep objects in folders, in order of code points
     part_workers.py   its threads and memory for parts
     bucket.py         what a vendor of object storage implements for it
-    bucket_client.py  what vendors share: a client for each process, answers with limits, errors without secrets
-    timed_answers.py  requests and answers of HTTP: heads that are whole, bytes that go and come in time
+    bucket_client.py  what vendors share: timeouts, a client for each process, bounded answers, errors without secrets
     s3.py             S3 and what speaks its protocol, on boto3
     gcs.py            Google Cloud Storage: objects, parts that are composed
     gcs_requests.py   its credentials, connections, retries and limits, on google-cloud-storage

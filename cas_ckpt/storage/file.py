@@ -50,10 +50,10 @@ from cas_ckpt.storage.disk import (
     leaves_of_file,
     make_folders,
     open_for_reading,
+    read_cached,
     sync_file,
     sync_folder,
 )
-from cas_ckpt.storage.page_cache import read_cached
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     RESERVED_PART,

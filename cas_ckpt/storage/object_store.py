@@ -44,8 +44,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.memory import copy_bytes
 from cas_ckpt.storage.bucket import ABSENT, Bucket, ConditionFailed, Listed
-from cas_ckpt.storage.listing_order import by_code_points
-from cas_ckpt.storage.object_reads import EndsBefore, ObjectReads
+from cas_ckpt.storage.object_reads import EndsBefore, ObjectReads, by_code_points
 from cas_ckpt.storage.object_uploads import PartUpload, new_nonce, settle, sweep_uploads
 from cas_ckpt.storage.part_workers import Parts, PartWorkers
 from cas_ckpt.storage.store import (

@@ -61,7 +61,7 @@ from cas_ckpt.storage.bucket import (
     Upload,
     UploadGone,
 )
-from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, whole_reply
+from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, timed, whole_reply
 from cas_ckpt.storage.bucket_url import (
     BucketUrl,
     choice_setting,
@@ -72,7 +72,6 @@ from cas_ckpt.storage.bucket_url import (
 )
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import missing
-from cas_ckpt.storage.timed_answers import timed
 
 SETTINGS = (
     "endpoint", "region", "profile", "path_style", "sse", "kms_key_id", "storage_class", "requester_pays", "parallel",

@@ -33,8 +33,7 @@ from cas_ckpt.native import Part
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
-from cas_ckpt.storage.disk import Descriptor, leaves_of_file
-from cas_ckpt.storage.page_cache import is_in_memory
+from cas_ckpt.storage.disk import Descriptor, is_in_memory, leaves_of_file
 from cas_ckpt.storage.store import ReadsLeaves, Store
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span

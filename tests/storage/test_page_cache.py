@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cas_ckpt.storage import page_cache
-from cas_ckpt.storage.disk import leaves_of_file
-from cas_ckpt.storage.page_cache import read_cached
+from cas_ckpt.storage import disk
+from cas_ckpt.storage.disk import leaves_of_file, read_cached
 
 BYTES = 1 << 20
 
@@ -34,8 +33,8 @@ def test_what_is_in_memory_is_read(file: int) -> None:
 
 def test_what_the_disk_would_give_at_once_is_not_what_is_in_memory(file: int) -> None:
     """Holes are read at once, as a fast disk is when this thread is put off at the wrong moment."""
-    system, asked = page_cache._system(), (page_cache._Range(0, BYTES), page_cache._Pages())
-    if not system or system.syscall(page_cache._CACHESTAT, file, *map(ctypes.byref, asked), 0):
+    system, asked = disk._system(), (disk._Range(0, BYTES), disk._Pages())
+    if not system or system.syscall(disk._CACHESTAT, file, *map(ctypes.byref, asked), 0):
         pytest.skip("this kernel does not say what is in memory")
     view = memoryview(bytearray(BYTES))
     assert not read_cached(file, 0, view)
@@ -44,9 +43,9 @@ def test_what_the_disk_would_give_at_once_is_not_what_is_in_memory(file: int) ->
 
 
 def test_a_kernel_that_does_not_say_is_asked_by_the_read_alone(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = page_cache._system()
+    real = disk._system()
     silent = SimpleNamespace(syscall=lambda *_: -1, fstatfs=real and real.fstatfs)
-    monkeypatch.setattr(page_cache, "_system", lambda: silent)
+    monkeypatch.setattr(disk, "_system", lambda: silent)
     assert read_cached(file, BYTES, memoryview(bytearray(BYTES)))
     os.close(file)
 

@@ -2,16 +2,16 @@
 
 The story of a check (`check.py`; its answer is in `report.py`):
     1. `records.py`: config, gc/state, refs and the other small records
-    2. `structure.py`: every pack and every node, and whether the index agrees with them
-    3. `data.py`: if that is asked for, every byte of the packs, or of some of them; `share.py`: one job of many does
+    2. `structure.py`: every pack and every node, and whether the index agrees with them; what remotes promised
+    3. `data.py`: if that is asked for, every byte of the packs, or of some of them; one job of many does
        this alone, for its share
     4. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and
-       the command that repairs it; `promised.py`: of what remotes promised, how much it is, and whether they have it
+       the command that repairs it
 
 The story of a repair (`repair.py`):
     1. config, gc/state and records, in `repair.py` itself: nothing can be opened without them
-    2. `repair_packs.py`: lost objects are brought from other repositories, damaged packs taken out of use;
-       `recover.py` copies the intact objects into new packs
+    2. `repair_packs.py`: lost objects are brought from other repositories, damaged packs taken out of use,
+       after their intact objects were copied into new ones
     3. `repair_refs.py`: refs that are damaged or lost are made again
     4. `rebuild.py`: the index is made anew from the packs
 

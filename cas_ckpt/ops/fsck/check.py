@@ -3,9 +3,9 @@
     1. records: config, refs, gc state, forgotten commits, sessions      (ops/fsck/records.py)
     2. packs and nodes, and whether the index agrees                     (ops/fsck/structure.py)
     3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py); of a job's share of them
-       this comes first, and mostly alone                                (ops/fsck/share.py)
+       this comes first, and mostly alone                                (ops/fsck/data.py)
     4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
-       of what remotes promised, and if asked for whether they have it   (ops/fsck/promised.py)
+       of what remotes promised, and if asked for whether they have it
     5. commits that nothing leads to, and what is left of writers that died
 
 Invariant: nothing is changed but the scrub log. Works without an open repository: that is when
@@ -15,6 +15,7 @@ people need it. Writers may go on meanwhile: refs are read before packs.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,20 +23,22 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.host_cache import AUTO
-from cas_ckpt.core.live import LOOKS, Graph, orphan_name
+from cas_ckpt.core.live import LOOKS, Graph, orphan_name, promisors
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import history, liveness, meta
+from cas_ckpt.index import contents, history, liveness, meta
+from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.index import Index
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
-from cas_ckpt.ops.fsck.data import DataOptions, read_data
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.ops.fsck.data import DataOptions, check_share, read_data
 from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
-from cas_ckpt.ops.fsck.promised import ask_promisors, note_promised
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
-from cas_ckpt.ops.fsck.share import check_share
 from cas_ckpt.ops.fsck.structure import Structure, catch_up, checked_structure
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import RESERVED_PART, Store, exists, sweep_temporaries
 from cas_ckpt.storage.url import open_store
 
@@ -241,3 +244,57 @@ def _note_packs_nobody_needs(index: Index, live: LiveCommits, findings: Findings
             f"{len(unneeded)} packs, this one among them, hold nothing that a commit needs ({num_bytes} bytes): "
             "cas-ckpt gc deletes them",
         )
+
+
+# --- chunks that remotes promised -------------------------------------------------------------
+#
+# What a promisor was not seen to lack is no problem: one that cannot be reached is noted. Nothing is fetched.
+
+
+def note_promised(store: Store, finder: ProblemFinder, findings: Findings) -> None:
+    """Note how many chunks are not here because a remote keeps them."""
+    names = ", ".join(remote.name for remote in promisors(store))
+    findings.count("num_promised", len(finder.promised))
+    findings.note(
+        PACK_PREFIX,
+        f"{len(finder.promised)} chunks are not here, and promised by {names}: they are brought when they are read; "
+        "cas-ckpt fsck --remote asks whether they are still there",
+    )
+
+
+def ask_promisors(
+    store: Store, finder: ProblemFinder, findings: Findings, *, cache: str | os.PathLike[str] | None
+) -> None:
+    """Add to `findings` what no promisor has any more of what was promised; whom nobody could ask is noted.
+
+    Args:
+        cache: As for `RepositoryHandle.open`, of the promisors.
+    """
+    numbers = {Digest(digest): number for number, digest in finder.integrity.digests(finder.promised).items()}
+    left, unreached = set(numbers), False
+    for remote in promisors(store) if left else ():
+        try:
+            left -= _there(remote.place(store), left, cache)
+        except CkptError as error:
+            unreached = True
+            place = f"remote {remote.name} ({without_secrets(remote.url)})"
+            findings.note(PACK_PREFIX, f"{place} cannot be asked for what it promised: {error}")
+    if not left or unreached:
+        return
+    impact = finder.impact({numbers[digest] for digest in left})
+    findings.problem(
+        ProblemKind.MISSING, PACK_PREFIX,
+        f"{len(left)} chunks that commits need are not here, and the remotes that promised them do not have them",
+        effect=Effect.LOST, repair=RepairKind.CHUNKS, objects=impact.objects, hits=impact.hits, refs=impact.refs,
+    )  # fmt: skip
+
+
+def _there(place: str, digests: Collection[Digest], cache: str | os.PathLike[str] | None) -> set[Digest]:
+    """Those of these objects that are whole in packs of the repository at `place`."""
+    other = RepositoryHandle.open(place, read_only=True, cache=cache)
+    try:
+        other.sync()
+        located = other.index.read(contents.locate, list(digests))
+    finally:
+        other.close()
+    return {digest for digest in digests if covers(located.get(digest, ()))}

@@ -21,11 +21,11 @@ from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFo
 from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, is_pack
 from cas_ckpt.ops.fsck.report import Findings
-from cas_ckpt.ops.fsck.structure import Structure
+from cas_ckpt.ops.fsck.structure import Structure, scan_all
 from cas_ckpt.progress import Progress, phase
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, unit_bytes_of, verify_units
 from cas_ckpt.transfer.sources import requests_at_once
 from cas_ckpt.transfer.workers import map_all, thread_count
@@ -230,3 +230,32 @@ class _Reading:
             self._log.write(integrity.write_scrub, Scrub(key, _now_us(), state.num_bytes, damage))
         except CkptError:
             self._log = None  # the log only saves time: that it cannot be written is not an error
+
+
+# --- one job's share --------------------------------------------------------------------------
+#
+# What a job does grows with its share alone: no ref is read, and no index is needed but for the log of readings. Shard
+# 1 looks at the rest besides its own share: records, refs, the structure of all packs, the index, and what is in no
+# pack. Only a job that found damage looks at the structure of all packs too, to say whom that hits (check.py).
+
+
+def check_share(
+    store: Store, index: Index | None, shard: PackShard, data: DataOptions, findings: Findings, *, progress: Progress
+) -> Structure:
+    """Check the packs of `shard`, for shards from 2 on; together all jobs find what one check of everything finds.
+
+    Args:
+        index: Has the log of readings; None: nothing is remembered.
+    """
+    share = Structure({key: size for key, size in store.list(PACK_PREFIX) if is_pack(key) and shard.has(key)})
+    findings.count("num_packs", len(share.packs))
+    scan_all(store, None, share, findings, progress)
+    if index is not None:
+        try:
+            index.read(integrity.read_scrubs)
+            share.index, share.is_own = index, True
+        except CkptError as error:  # shard 1 says more of it
+            findings.note(index.place, f"the log of readings cannot be used: {error}")
+    read_data(store, share, share.packs, findings, data, progress=progress)
+    share.drop([key for key in share.damaged if not exists(store, key)])  # collected meanwhile
+    return share

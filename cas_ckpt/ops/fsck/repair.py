@@ -59,8 +59,7 @@ from cas_ckpt.ops.fsck.records import (
     refs_ever_made,
     should_be_sealed,
 )
-from cas_ckpt.ops.fsck.recover import open_source
-from cas_ckpt.ops.fsck.repair_packs import repair_packs
+from cas_ckpt.ops.fsck.repair_packs import open_source, repair_packs
 from cas_ckpt.ops.fsck.repair_refs import repair_refs
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairReport, RepairRequest
 from cas_ckpt.progress import SILENT, Progress
