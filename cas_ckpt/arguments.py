@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from itertools import islice
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from cas_ckpt.errors import InvalidInputError, out_of_memory, shown_value
@@ -223,9 +223,6 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
 
     return call
 
-
-CALL = next(c for c in _reading.__code__.co_consts if isinstance(c, CodeType) and c.co_name == "call")
-"""The code of that function, by which a frame is known as the call of a verb: of `method` of `self`."""
 
 MAX_STEP = 2**63 - 1
 """The largest step: what databases call a big integer."""

@@ -38,6 +38,15 @@ class Turn(RLock):  # type: ignore[misc]  # which is final for type checkers alo
                 self.release()
             raise
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has it."""
+        try:
+            threading.Condition(self).notify(0)  # which nobody may but who has the lock
+        except RuntimeError:
+            return False
+        return True
+
 
 _NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
 

@@ -8,7 +8,9 @@ What happens may raise, which is then what the request raises; it may ask the in
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,3 +70,14 @@ def _meddled(request: str) -> Any:
 
 for _request in REQUESTS:
     setattr(MeddledStore, _request, _meddled(_request))
+
+
+@contextmanager
+def held_elsewhere(lock: Any) -> Iterator[None]:
+    """Inside the block another thread has `lock`."""
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lock.acquire).result()
+        try:
+            yield
+        finally:
+            other.submit(lock.release).result()

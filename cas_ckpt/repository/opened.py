@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import CALL
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.held_signals import Turn
@@ -50,7 +49,7 @@ class Opened(Uncopied):
             InvalidInputError: in a commit or checkout of this thread, which it would wait for.
         """
         if verb in _ONE_AT_A_TIME:
-            self._refuse_inside(verb, skip=1)
+            self._refuse_inside(verb)
         if verb == "commit_async":
             return nullcontext(), self._in_background().calling(self._ranks.background)
         if verb not in ("commit", "checkout"):
@@ -69,26 +68,18 @@ class Opened(Uncopied):
                 self._background.queue.raise_failure()
             yield
 
-    def _refuse_inside(self, verb: str, *, skip: int = 0) -> None:
+    def _refuse_inside(self, verb: str) -> None:
         """Refuse what would wait for a verb that this very thread is in: a signal handler calls it, or the state does.
 
-        The frames say so, and no state of ours, which an interrupted call might leave behind.
-
-        Args:
-            skip: So many calls of such verbs are this one itself.
+        The locks say so, and no state beside them, which an interrupted call might leave behind.
         """
-        frame = sys._getframe(1)
-        while frame.f_back is not None:
-            frame = frame.f_back
-            if frame.f_code is CALL and (known := frame.f_locals).get("self") is self:
-                outer = known["method"].__name__
-                if outer in _ONE_AT_A_TIME and (skip := skip - 1) < 0:
-                    raise InvalidInputError(
-                        f"{verb} was called inside of {outer} of the same repository, in the same thread, and would "
-                        "wait for it for ever: in a signal handler, note the signal, and call it after that"
-                    )
+        if self._turn().is_mine or (self._background is not None and self._background.calls.is_mine):
+            raise InvalidInputError(
+                f"{verb} was called inside of a commit, import or checkout of the same repository, in the same thread, "
+                "and would wait for it for ever: in a signal handler, note the signal, and call it after that"
+            )
 
-    def _turn(self) -> AbstractContextManager[object]:
+    def _turn(self) -> Turn:
         """No other commit or checkout through this object runs inside. The lock itself: see `reads_arguments`."""
         if self._pid != os.getpid():  # forked while a thread was inside, which is not here to leave it
             self._pid, self._committing = os.getpid(), Turn()

@@ -1,10 +1,9 @@
-"""All that is used of torch beside its public interface: private names, and the inside of DCP's functions.
+"""All that is used of torch beside its public interface.
 
     private                       a private function, class or constant, by its dotted name
     version_of, local_part, ...   private attributes of tensors and modules
     takes_shapes                  what a module does that loads its tensors in its own way
     stager_class                  DCP's copier of states, with memory that we give it
-    calling, variables            which function of DCP calls, and its variables: for what DCP has no hook
 
 torch may change any of it in any release. So nothing is looked up before it is needed: where a name is gone, what
 needs it says so (`UnsupportedVersionError`) and all else goes on. A torch that is newer than those that the test suite
@@ -19,11 +18,10 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 import torch
@@ -83,19 +81,6 @@ ATTRIBUTES: Mapping[str, str] = {
 
 OVERRIDDEN = ("_stage_untyped_storage", "_offload_tensor", "_deepcopy_dispatch")
 """Of the stager: where torch has no such name any more, its own way is taken, and copies take new memory."""
-
-SAVE, ASYNC_SAVE, INNER_SAVE = "save", "async_save", "_save_state_dict"
-LOAD, INNER_LOAD = "load", "_load_state_dict"
-
-VARIABLES: Mapping[str, tuple[str, ...]] = {
-    f"{_DCP}.state_dict_saver.{SAVE}": ("state_dict", "checkpoint_id"),
-    f"{_DCP}.state_dict_saver.{ASYNC_SAVE}": ("upload_future", "storage_writer"),
-    f"{_DCP}.state_dict_saver.{INNER_SAVE}": ("planner", "storage_writer", "state_dict"),
-    f"{_DCP}.state_dict_loader.{LOAD}": ("state_dict", "checkpoint_id"),
-    f"{_DCP}.state_dict_loader.{INNER_LOAD}": ("state_dict",),
-}
-"""Functions of DCP that call our writers and readers, and variables that they have. Whoever asks for one that is gone
-gets None, and does without (dcp/storage/writer.py)."""
 
 
 def missing(name: str) -> UnsupportedVersionError:
@@ -265,37 +250,3 @@ def stager_class() -> Any:
             getattr(self, "_deepcopy_dispatch", {}).clear()
 
     return Stager
-
-
-def callers(frame: FrameType | None, *functions: str) -> Iterator[FrameType]:
-    """The frames of these functions, by name, that `frame` is one of or was called by; the innermost first."""
-    while frame is not None:
-        if frame.f_code.co_name in functions:
-            yield frame
-        frame = frame.f_back
-
-
-def calling(frame: FrameType | None, *functions: str) -> str | None:
-    """The first of these functions, by name, that `frame` is of or was called by; None if none of them did."""
-    found = next(callers(frame, *functions), None)
-    return None if found is None else found.f_code.co_name
-
-
-def checkpoint_id_of(frame: FrameType | None, outer: str, inner: str) -> list[Any]:
-    """The `checkpoint_id` that DCP's function `outer` was given, of which `inner` calls us; none if that is not known.
-
-    DCP tells it to writers and readers (`reset`) only where there is one, and long before it asks them for anything:
-    who remembered it would give it to the next call, if this one fails before that.
-    """
-    call = next(callers(frame, outer), None) if calling(frame, outer, inner) == inner else None
-    return [] if call is None or "checkpoint_id" not in call.f_locals else [call.f_locals["checkpoint_id"]]
-
-
-def variables(frame: FrameType | None, name: str, *, most_frames: int) -> Iterator[Any]:
-    """The variables of this name in `frame` and in those that called it, the innermost first."""
-    for _ in range(most_frames):
-        if frame is None:
-            return
-        if name in frame.f_locals:
-            yield frame.f_locals[name]
-        frame = frame.f_back

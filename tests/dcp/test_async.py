@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
-from cas_ckpt.dcp.storage.group import BackgroundSave, Turn, Turns, forget_in_background
-from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.dcp.storage.group import Save
+from cas_ckpt.errors import InvalidInputError
 from tests.dcp.states import plain_state, same
+from tests.meddling import held_elsewhere
 from tests.thread_peers import run_ranks
 
 
@@ -73,7 +74,7 @@ def test_each_save_in_the_background_holds_the_values_of_its_call(repo: Reposito
 def test_a_save_comes_after_the_commits_in_the_background_that_were_begun_before_it(
     repo: Repository, save: Callable[..., Any]
 ) -> None:
-    with repo._turn():  # the commit has to wait
+    with held_elsewhere(repo._turn()):  # the commit has to wait
         pending = repo.commit_async({"w": torch.ones(1000)}, step=1)
         writer = CasStorageWriter(repo, step=2)
         saving = _in_a_thread(lambda: save({"w": torch.zeros(1000)}, storage_writer=writer))
@@ -176,13 +177,14 @@ def test_a_commit_inside_of_a_save_does_not_wait_for_that_save(
 @pytest.fixture
 def somebody_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a save waits for one in the background."""
-    waits, overlap = threading.Event(), Turns.overlap
+    waits, wait = threading.Event(), Save.wait
 
-    def noted(self: Turns, other: Turns) -> bool:
-        waits.set()
-        return overlap(self, other)
+    def noted(self: Save, timeout_s: float | None = None) -> bool:
+        if timeout_s is None:
+            waits.set()
+        return wait(self, timeout_s)
 
-    monkeypatch.setattr(Turns, "overlap", noted)
+    monkeypatch.setattr(Save, "wait", noted)
     return waits
 
 
@@ -303,27 +305,23 @@ class _PlansLater(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.go_on = threading.Event()
+        self.begun, self.go_on = threading.Event(), threading.Event()
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.begun.set()
         assert self.go_on.wait(60)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
-class _Unknown(CasStorageWriter):
-    """A save of which nobody knows when it ends, as under another version of DCP."""
-
-    def synchronize_staging(self) -> None:
-        assert self._in_background is not None
-        forget_in_background(self._in_background)
-
-
+@_STAGES_ONCE
 @pytest.mark.parametrize("second_in_the_background", [True, False])
 def test_a_save_that_a_later_one_overtook_is_refused(repo: Repository, second_in_the_background: bool) -> None:
     """Its commit would follow the later one's, and be the newest of the branch with the older values."""
-    planner, second = _PlansLater(), CasStorageWriter(repo, step=2)
-    writer = _Unknown(repo, step=1)
-    first: Any = dcp.async_save({"w": torch.ones(5)}, storage_writer=writer, planner=planner)
+    planner, second, stager = _PlansLater(), CasStorageWriter(repo, step=2), _stager()
+    first: Any = dcp.async_save(
+        {"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=1), planner=planner, async_stager=stager
+    )
+    assert planner.begun.wait(60)
     if second_in_the_background:
         dcp.async_save({"w": torch.ones(5)}, storage_writer=second).result()  # type: ignore[union-attr]
     else:
@@ -331,8 +329,31 @@ def test_a_save_that_a_later_one_overtook_is_refused(repo: Repository, second_in
     planner.go_on.set()
     with pytest.raises(CheckpointException, match="begun later has come first"):
         first.result()
+    stager.close()
     dcp.save({"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=3))
     assert [commit.step for commit in repo.log("main")] == [3, 2]
+
+
+class _ComesLate(CasStorageWriter):
+    """Its saves in the background come to it when the test says so, as where DCP starts a process for them first."""
+
+    go_on = threading.Event()
+
+    def storage_meta(self) -> Any:
+        assert self.go_on.wait(60)
+        return super().storage_meta()
+
+
+def test_a_save_that_does_not_come_to_its_writer_in_time_is_waited_for_no_longer_and_is_refused(
+    repo: Repository,
+) -> None:
+    """DCP says nowhere that a save failed before it came, such as for want of a process."""
+    first: Any = dcp.async_save({"w": torch.ones(5)}, storage_writer=_ComesLate(repo, step=1, timeout_s=0.1))
+    dcp.save({"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=2))
+    _ComesLate.go_on.set()
+    with pytest.raises(CheckpointException, match=r"came to its writer later than 0.1 s"):
+        first.result()
+    assert [commit.step for commit in repo.log("main")] == [2]
 
 
 def test_a_save_that_failed_before_it_came_to_the_writer_holds_up_no_other(repo: Repository) -> None:
@@ -353,11 +374,7 @@ def test_a_save_that_failed_in_the_background_leaves_the_turn_free_and_is_logged
     with pytest.raises(CheckpointException, match="UnsupportedValueError"):
         failed.result()
     assert writer.commit is None
-    for _ in range(1000):  # the future says it first
-        found = [each for each in caplog.records if each.levelname == "ERROR" and each.name == "cas_ckpt"]
-        if found:
-            break
-        time.sleep(0.01)
+    found = [each for each in caplog.records if each.levelname == "ERROR" and each.name == "cas_ckpt"]
     (line,) = found
     assert "the save of step 7 that dcp.async_save began failed: " in line.message
     assert "UnsupportedValueError" in line.message
@@ -369,43 +386,6 @@ def test_a_save_that_failed_in_the_background_leaves_the_turn_free_and_is_logged
 def test_arguments_of_a_writer_are_checked_when_it_is_made(repo: Repository, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(wrong)).removesuffix("s")):
         CasStorageWriter(repo, **wrong)
-
-
-def test_a_turn_that_nobody_ended_is_lost_with_its_thread() -> None:
-    turn = Turn()
-    planner = threading.Thread(target=lambda: Turns(turn, None).plan(None))
-    planner.start()
-    planner.join()
-    Turns(turn, None).plan(None)
-    last = Turns(turn, None)
-    last.plan(None)  # planned again by the same thread: the first plan failed elsewhere
-    last.write()
-
-
-@pytest.mark.parametrize("phase", ["plan", "write"])
-def test_while_one_thread_has_the_turn_another_is_refused(phase: str) -> None:
-    turn, begun, done = Turn(), threading.Event(), threading.Event()
-
-    def _save_state_dict() -> None:  # as the function of DCP, inside of which a save plans
-        save = Turns(turn, None)
-        save.plan(None)
-        if phase == "write":
-            save.write()
-        begun.set()
-        done.wait(60)
-        save.are_over = True
-
-    holder = threading.Thread(target=_save_state_dict)
-    holder.start()
-    assert begun.wait(60)
-    with pytest.raises(ConflictError, match="wait for its future first"):
-        Turns(turn, None).plan(None)
-    if phase == "write":
-        with pytest.raises(ConflictError, match="wait for its future first"):
-            Turns(turn, None).write()
-    done.set()
-    holder.join()
-    Turns(turn, None).plan(None)
 
 
 def test_a_turn_that_nobody_ended_is_lost_with_the_save_though_its_thread_lives_on(repo: Repository) -> None:
@@ -491,14 +471,3 @@ def test_a_process_saves_and_tells_the_commit(repo: Repository, monkeypatch: pyt
     assert [(each.id, each.root, each.step) for each in made] == [(ids[0], wanted[0], 9), (ids[1], wanted[1], 9)]
     assert writer.commit is None
     executor._CHECKPOINT_PROCESS = None  # ends the process
-
-
-def test_a_look_whether_a_save_goes_on_leaves_nothing_behind() -> None:
-    future: Future[Any] = Future()
-    save = BackgroundSave(1, "file:///repo", future)
-    callbacks = Mock(wraps=future.add_done_callback)
-    with patch.object(future, "add_done_callback", callbacks):
-        assert not any(save.wait(0) for _ in range(9))
-    callbacks.assert_not_called()
-    future.set_result(None)
-    assert save.wait(0)

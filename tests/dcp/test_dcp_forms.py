@@ -28,7 +28,7 @@ def loaded(value: Any) -> float:
     return model[0].weight[0].item()
 
 
-@pytest.mark.parametrize("how", ["stock", "CasSavePlanner", "flat", "async"])
+@pytest.mark.parametrize("how", ["CasSavePlanner", "flat", "async"])
 def test_a_save_notes_the_versions_that_a_commit_notes(repo: Repository, how: str) -> None:
     repo.commit(state(Old), branch="natively", create=True)
     writer = CasStorageWriter(repo, branch="main", create=True)
@@ -37,7 +37,7 @@ def test_a_save_notes_the_versions_that_a_commit_notes(repo: Repository, how: st
             dcp.async_save(state(Old), storage_writer=writer, no_dist=True).result()
     else:
         flat = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planners = {"stock": None, "CasSavePlanner": CasSavePlanner(), "flat": flat}
+        planners = {"CasSavePlanner": CasSavePlanner(), "flat": flat}
         save(state(Old), writer, planner=planners[how])
     assert layout_of(repo, "main") == layout_of(repo, "natively")
     assert layout_of(repo, "main").versions == {"model": {}, "deep/x/0": {"1": 2}}
@@ -56,19 +56,10 @@ def test_a_load_tells_a_module_which_version_its_state_is_of(repo: Repository, f
 
 
 def test_with_names_too(repo: Repository) -> None:
-    save(with_names({"model": torch.nn.DataParallel(Old(1.0))}), CasStorageWriter(repo))
+    save(with_names({"model": torch.nn.DataParallel(Old(1.0))}), CasStorageWriter(repo), planner=CasSavePlanner())
     target = torch.nn.DataParallel(Doubling())
     load(with_names({"model": target}), CasStorageReader(repo))
     assert target.module.weight[0] == 2.0
-
-
-def test_a_state_that_is_a_modules_alone_too(repo: Repository) -> None:
-    given = torch.nn.Sequential(Old(1.0), torch.nn.BatchNorm1d(3)).state_dict()
-    save(given, CasStorageWriter(repo))
-    assert layout_of(repo, "main").versions == {"": {"1": 2}}
-    target = torch.nn.Sequential(Doubling(), torch.nn.BatchNorm1d(3)).state_dict()
-    load(target, CasStorageReader(repo))
-    assert loaded(target) == 2.0
 
 
 def test_what_a_load_makes_new_lies_in_memory_as_it_was_committed(repo: Repository) -> None:

@@ -8,7 +8,6 @@ import msgpack
 import pytest
 
 from cas_ckpt import errors
-from cas_ckpt.dcp.storage.writer import RankLost
 from cas_ckpt.errors import CkptError, MemoryBudgetError, PartialRestoreError, PeerError, reworded
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.storage.bucket import ConditionFailed
@@ -59,7 +58,6 @@ def test_names_that_are_no_attributes_of_an_error_are_refused() -> None:
         ConditionFailed("w: cut short", retried=True),
         EndsBefore("w", 5),
         NotThere("w: cut short", is_bucket=True),
-        RankLost("w: cut short", (0,)),
         RowsMissingError([b"1" * 32]),
     ],
     ids=lambda error: type(error).__name__,

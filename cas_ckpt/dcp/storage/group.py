@@ -1,35 +1,35 @@
-"""The ranks that save together through DCP, whose turn it is, and the repository that they save into.
+"""The ranks that save together through DCP, what they save to one at a time, and the repository that they save into.
 
 Invariant: all writers over one process group of torch share one `GroupPeers`, because making
 one is collective and writers are often made anew for every save. Over one such group, and
-to one branch of a repository, one save of this process runs at a time, and saves to a branch
-land in the order in which they were begun, or not at all. A save waits for those that `async_save` began before it
-(`wait_for_saves`); one that began in a way that we cannot see (with a stager of somebody else's) is a conflict.
+to one branch of a repository, one save of this process writes at a time, in the order in which they were begun, or not
+at all (`Turn`). A save waits for those that `async_save` began before it (`wait_for_saves`); one that it cannot know of
+(begun with a stager of somebody else's, or by another thread) is a conflict.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from os import PathLike
-from types import FrameType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from cas_ckpt.clock import monotonic_s, pause
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
+from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError, out_of_memory
 from cas_ckpt.held_signals import held_signals
+from cas_ckpt.objects.state import Path
 from cas_ckpt.training.process_group import GroupPeers
-from cas_ckpt.training.torch_internals import ASYNC_SAVE, INNER_SAVE, callers, calling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,215 +39,118 @@ _BUSY = (
     "(the commits would follow each other in any order, and DCP's own collectives would mix up two saves)"
 )
 _OVERTAKEN = (
-    "a save to this branch that was begun later has come first, and this one would be committed on top of it: "
-    "wait for the future of a save before the next one is begun"
+    "a save to this branch, or over this process group, that was begun later has come first, and this one would be "
+    "committed on top of it: wait for the future of a save before the next one is begun"
 )
+_LOOK_S = 0.005
 
 _numbers = itertools.count(1)
 
-
-def next_save() -> int:
-    """Number of a save that begins now in this process: larger than those of all before it."""
-    return next(_numbers)
-
-
-class Alive(Protocol):
-    """A thread that others started: what is asked of one, for threads are started in transfer/ alone."""
-
-    @property
-    def ident(self) -> int | None:
-        """Its number in this process."""
-        ...
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        ...
-
-
-class DCPFuture(Protocol):
-    """What `dcp.async_save` gives: a future of Python's, which is asked for two things here."""
-
-    def done(self) -> bool:
-        """Whether the save has ended."""
-        ...
-
-    def add_done_callback(self, call: Callable[[Any], object], /) -> None:
-        """Call it when the save has ended; at once if it has."""
-        ...
+_making = threading.RLock()
 
 
 class Turn:
-    """Who saves now. A save plans first, then writes; both in one thread.
+    """What one save of this process writes to at a time: a branch, or the connections over a process group.
 
-    A save whose planning failed elsewhere is never reported to us. So a thread that planned loses
-    its turn when it is not inside of DCP's save any more, plans again, or is the main thread (which
-    cannot be inside a save while another one begins, but for a moment).
+    Attributes:
+        latest: The number of the last save that has begun to write.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._planner: Turns | None = None
-        self._writer: Turns | None = None
-        self._latest = 0
+        self.latest = 0
+        self._writer: Save | None = None
 
-    def plan(self, save: Turns, number: int | None = None) -> None:
-        """Note that `save` begins, in this thread.
+    def take(self, save: Save) -> None:
+        """Let `save` write, until it `is_over`.
 
-        Args:
-            number: Of the save, from `next_save`; None: it begins now.
         Raises:
-            ConflictError: another thread is at it, or a save of a higher number was.
+            ConflictError: another save writes, or one that was begun later has written.
         """
-        with self._lock:
-            other = self._planner
-            if self._is_written() or (other is not None and other.is_planned_elsewhere()):
+        with held_signals(), _making:  # a handler may wait for a save of another thread
+            if self._writer is not None and not self._writer.is_over:
                 raise ConflictError(_BUSY)
-            if number is not None and number < self._latest:
+            if save.number < self.latest:
                 raise ConflictError(_OVERTAKEN)
-            self._planner = save
-            self._latest = max(self._latest, next_save() if number is None else number)
-
-    def write(self, save: Turns) -> None:
-        """Note that the part of `save` begins that talks to the other ranks.
-
-        Raises:
-            ConflictError: another save is at it.
-        """
-        with self._lock:
-            if self._is_written():
-                raise ConflictError(_BUSY)
-            self._writer = save
-
-    def _is_written(self) -> bool:
-        return self._writer is not None and not self._writer.are_over
-
-
-def _is_saving(thread: Alive) -> bool:
-    """Whether `thread` is inside of a save of DCP now."""
-    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    return calling(frame, INNER_SAVE) is not None
-
-
-class Turns:
-    """The two turns that one save needs, taken together or not at all.
-
-    Attributes:
-        are_over: The save has ended, however; set by whoever takes them, in one step, which no Ctrl-C divides.
-    """
-
-    def __init__(self, branch: Turn, group: Turn | None) -> None:
-        """Nothing is taken yet.
-
-        Args:
-            group: That of the process group; None where one rank saves alone.
-        """
-        self.are_over = False
-        self._thread: Alive = threading.current_thread()
-        self._branch = branch
-        self._every = (branch,) if group is None else (group, branch)
-
-    def plan(self, number: int | None) -> None:
-        """See `Turn.plan`; the order of saves is that of the branch."""
-        try:
-            for turn in self._every:
-                turn.plan(self, number if turn is self._branch else None)
-        except BaseException:
-            self.are_over = True
-            raise
-
-    def write(self) -> None:
-        """See `Turn.write`."""
-        for turn in self._every:
-            turn.write(self)
-
-    def overlap(self, other: Turns) -> bool:
-        """Whether one of two saves has to wait for the other."""
-        return not {id(turn) for turn in self._every}.isdisjoint(id(turn) for turn in other._every)
-
-    def is_planned_elsewhere(self) -> bool:
-        """Whether another thread is in the save, which has planned."""
-        elsewhere = self._thread not in (threading.current_thread(), threading.main_thread())
-        return not self.are_over and elsewhere and _is_saving(self._thread)
-
-
-# ------------------------------------------------------------ saves in the background
+            self._writer, self.latest = save, save.number
 
 
 @dataclass(slots=True, eq=False)
-class BackgroundSave:
-    """A save of `dcp.async_save`, from the copy of its state on.
+class Save:
+    """A save of DCP in this process.
 
     Attributes:
-        number: From `next_save`.
-        url: Of the repository, as the writer was given it.
-        future: DCP's, which is done when nothing of the save goes on any more; None: not known (yet).
-        turns: Those that it takes, once it has come to its writer in this process.
-        thread: The one that saves, once it has come to its writer in this process.
-        pid: The process that began it.
-        staged: The state that it saves, until DCP brings that to the writer.
+        versions: Of modules, by where DCP has their states.
+        before: Of one that `async_save` began: the threads that were there before DCP started the one that saves.
+        patience_s: How long the next save waits for that thread to come to the writer.
+        tag: What its commit is to be called.
+        thread: The one that saves a state that was staged, once it has come to the writer. It ends with the save.
+        turns: Those that it needs; none of one that is made by another process, or is still to come.
+        is_over: It has written, or never will; set in one step, which no Ctrl-C divides.
+        number: Larger than that of all that were begun before it in this process.
     """
 
-    number: int
-    url: str
-    future: DCPFuture | None = None
-    turns: Turns | None = None
-    thread: int | None = None
-    pid: int = field(default_factory=os.getpid)
-    staged: object = None
+    versions: Mapping[Path, Mapping[str, int]]
+    before: frozenset[Any] = frozenset()
+    patience_s: float = 0.0
+    tag: str | None = None
+    coordinates: bool = False
+    collective: bool = True
+    num_plans: int | None = None
+    thread: Any = None
+    turns: tuple[Turn, ...] = ()
+    commit: CommitInfo | None = None
+    is_over: bool = False
+    number: int = field(default_factory=partial(next, _numbers))
+
+    def come(self) -> None:
+        """Note that this thread is the one that saves.
+
+        Raises:
+            ConflictError: it was given up.
+        """
+        if self.is_over:
+            raise ConflictError(
+                f"this save came to its writer later than {self.patience_s:g} s after dcp.async_save was called, and a "
+                "later one did not wait for it any longer: raise timeout_s of the writer"
+            )
+        self.thread = threading.current_thread()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing of it goes on, however it ends; whether nothing does.
-
-        At once where it cannot be waited for: in its own thread, and in a process that was forked meanwhile.
-        """
-        future = self.future
-        if future is None or future.done() or self.thread == threading.get_ident() or self.pid != os.getpid():
+        """Wait until nothing of it goes on, however it ends; whether nothing does. At once in its own thread."""
+        until_s = monotonic_s() + (self.patience_s if timeout_s is None else timeout_s)
+        while self.thread is None and not self.is_over:
+            if monotonic_s() >= until_s:
+                self.is_over = timeout_s is None  # DCP failed before it came, as where no process can be started
+                return self.is_over
+            pause(_LOOK_S)
+        if self.thread in (None, threading.current_thread()):
             return True
-        if timeout_s is not None and timeout_s <= 0:  # a look, which leaves no callback behind
-            return False
-        ended = threading.Event()
-        future.add_done_callback(partial(_tell, ended))
-        return ended.wait(timeout_s)
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
 
-_in_background: list[BackgroundSave] = []
+_in_background: list[Save] = []
 
 
-def note_in_background(save: BackgroundSave) -> None:
+def note_in_background(save: Save) -> None:
     """Let later saves wait for this one."""
     with held_signals(), _making:
-        _in_background[:] = [each for each in _in_background if each.future is None or not each.future.done()]
-        _in_background.append(save)
+        _in_background[:] = [*(each for each in _in_background if not each.wait(0)), save]
 
 
-def forget_in_background(save: BackgroundSave) -> None:
-    """It never came to DCP's executor."""
-    with held_signals(), _making:
-        _in_background[:] = [each for each in _in_background if each is not save]
-
-
-def _tell(ended: threading.Event, _: object) -> None:
-    ended.set()
-
-
-def wait_for_saves(url: str, turns: Callable[[], Turns], *, before: int | None = None) -> None:
+def wait_for_saves(turns: Callable[[], Iterable[Turn]]) -> None:
     """Wait for the saves in the background that were begun earlier and need one of the same turns.
 
-    How they end is told by their own futures. A save of the same repository that has not come to its writer yet (it
-    plans, or is made by another process) is waited for as well: nobody knows its turns.
+    How they end is told by their own futures. Those of which nobody knows the turns (one that has not come to its
+    writer yet, or is made by another process) are waited for as well.
 
     Args:
         turns: Asked only if there is a save in the background.
-        before: The number of the save that waits; None: it begins now.
     """
-    with _making:
-        earlier = [each for each in _in_background if before is None or each.number < before]
-    running = [each for each in earlier if not each.wait(0)]
-    if not running:
-        return
-    own = turns()
+    running = [each for each in list(_in_background) if not each.wait(0)]
+    own = frozenset(turns()) if running else frozenset()
     for each in running:
-        if each.url == url if each.turns is None else own.overlap(each.turns):
+        if not each.turns or not own.isdisjoint(each.turns):
             each.wait()
 
 
@@ -261,8 +164,7 @@ def branch_turn(handle: RepositoryHandle, branch: str | None) -> Turn:
         branch: As the writer was given it; None: the one that is checked out, else the default branch.
     """
     name = branch or handle.head.branch or handle.default_branch
-    with _making:
-        return _branches.setdefault((handle.config.store_id, handle.store.url, name), Turn())
+    return _branches.setdefault((handle.config.store_id, handle.store.url, name), Turn())  # one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +176,6 @@ class SharedGroup:
 
 
 _groups: dict[tuple[Any, float], SharedGroup] = {}
-_making = threading.RLock()
 
 
 def world_size(process_group: Any) -> int:
@@ -348,9 +249,7 @@ class RepositoryPlace:
     """
 
     brought: Head | None = None
-    _refuse_inside: Callable[[str], None] | None = None
-    _wait_for_pending: Callable[[], None] | None = None
-    _note_in_flight: Callable[[BackgroundSave], None] | None = None
+    _opened: Any = None
 
     def __init__(self, repository: Any, index_url: str | None = None, cache: str | PathLike[str] | None = AUTO) -> None:
         """Nothing is opened.
@@ -363,9 +262,7 @@ class RepositoryPlace:
         """
         handle = getattr(repository, "_handle", repository)  # a Repository's own; training/ is below core/handle.py
         self._handle = handle if isinstance(handle, RepositoryHandle) else None
-        self._refuse_inside = getattr(repository, "_refuse_inside", None)
-        self._wait_for_pending = getattr(repository, "_wait_for_pending", None)
-        self._note_in_flight = getattr(repository, "_note_in_flight", None)
+        self._opened = None if handle is repository else repository
         self._index_url = index_url
         self._cache = cache if self._handle is None else self._handle.cache_place
         if self._handle is None and not isinstance(repository, str | os.PathLike):
@@ -374,43 +271,21 @@ class RepositoryPlace:
             )
         self.url = str(os.fspath(repository)) if self._handle is None else self._handle.store.url
 
-    def refuse_inside(self, frame: FrameType) -> None:
-        """Refuse a save that a signal handler begins inside of another one, or of a commit or checkout, of its thread.
-
-        It would wait for that, or take its place in the writer.
-
-        Args:
-            frame: Of the function of DCP that asks for the first hook of the save.
-        Raises:
-            InvalidInputError: both are into the same repository.
-        """
-        outer = [each for each in callers(frame, INNER_SAVE, ASYNC_SAVE) if self._is_place_of(each)][1:]
-        if outer:
-            raise InvalidInputError(
-                "a save of torch.distributed.checkpoint was begun inside of another one into the same repository, in "
-                "the same thread, which cannot go on meanwhile: in a signal handler, note the signal, and save after it"
-            )
-        if self._refuse_inside is not None:
-            self._refuse_inside("dcp.save")
-
-    def wait_for_commits(self) -> None:
+    def begin(self) -> None:
         """Wait for the commits in the background that an open repository has begun: they come first.
 
         Raises:
-            InvalidInputError: in a callback of one of them.
+            InvalidInputError: in a commit or checkout of it in this thread, or in a callback of such a commit.
         """
-        if self._wait_for_pending is not None:
-            self._wait_for_pending()
+        if self._opened is not None:
+            self._opened._refuse_inside("dcp.save")
+            self._opened._wait_for_pending()
 
-    def _is_place_of(self, frame: FrameType) -> bool:
-        """Whether the writer of a save of DCP, which this frame is of, saves here."""
-        place = getattr(frame.f_locals.get("storage_writer"), "_place", None)
-        return isinstance(place, RepositoryPlace) and place.url == self.url
-
-    def note(self, save: BackgroundSave) -> None:
-        """Let what is begun from now on through an open repository come after this save."""
-        if self._note_in_flight is not None:
-            self._note_in_flight(save)
+    def note(self, save: Save) -> None:
+        """Let what is begun from now on, here and through an open repository, come after this save."""
+        note_in_background(save)
+        if self._opened is not None:
+            self._opened._note_in_flight(save)
 
     @contextmanager
     def opened(self) -> Iterator[RepositoryHandle]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FrameType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -33,10 +32,7 @@ from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, param_names
 from cas_ckpt.training.restore.materialize import NewObjects
 from cas_ckpt.training.stateful import is_module_state
-from cas_ckpt.training.torch_internals import TRAVERSE, private, variables
-
-MOST_FRAMES = 12
-"""Calls between `dcp.save` or `dcp.load`, which has the state as it was given, and a hook of ours that looks for it."""
+from cas_ckpt.training.torch_internals import TRAVERSE, private
 
 FlatPaths: TypeAlias = Mapping[str, Path]
 """DCP's mapping: flat name -> path of text and list places."""
@@ -255,19 +251,6 @@ def stored_object(
 
 
 # --- states of modules: DCP flattens them, their versions are attributes that it does not look at ------
-
-
-def state_given(frame: FrameType | None) -> Mapping[str, Any]:
-    """The state that DCP saves or loads, in one of these frames.
-
-    Where that is the state of a module alone, DCP makes a plain dict of it: this is what the caller has.
-    """
-    found = (state for state in variables(frame, "state_dict", most_frames=MOST_FRAMES) if isinstance(state, Mapping))
-    inner: Mapping[str, Any] = next(found, {})
-    for state in found:
-        if is_module_state(state) and state.keys() == inner.keys() and all(state[key] is inner[key] for key in inner):
-            return state
-    return inner
 
 
 def module_states(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -22,12 +22,11 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -52,7 +51,7 @@ from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.group import RepositoryPlace, translates_memory_errors
-from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, module_states, state_given, stored_object
+from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, module_states, stored_object
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError, out_of_memory
@@ -76,7 +75,7 @@ from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dty
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
 from cas_ckpt.training.stateful import set_versions
-from cas_ckpt.training.torch_internals import CHUNK_LIST, INNER_LOAD, LOAD, calling, checkpoint_id_of, private
+from cas_ckpt.training.torch_internals import CHUNK_LIST, private
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -210,6 +209,16 @@ def uncovered(whole: Box, parts: Iterable[Box]) -> Box | None:
     return left[0] if left else None
 
 
+class _Unreadable(Metadata):
+    """The metadata of a commit that cannot be read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.error
+
+
 class CasStorageReader(StorageReader):
     """Gives `dcp.load` what a commit holds, whoever made it, on any number of ranks.
 
@@ -250,7 +259,6 @@ class CasStorageReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._num_threads = num_threads
         self._catalog: Catalog | None = None
-        self._refused: Exception | None = None
         self._rank = 0
         self._world_size = 1
 
@@ -279,27 +287,18 @@ class CasStorageReader(StorageReader):
         """Id of the commit that was loaded last, or None."""
         return None if self._catalog is None else self._catalog.commit
 
-    @translates_memory_errors
     def read_metadata(self) -> Metadata:
         """What the commit holds. (No `kwargs`: there is no metadata of single ranks to fall back to.)
 
-        Raises:
-            NotFoundError, CorruptionError. Inside of dcp.load, `set_up_storage_reader` raises them.
+        Where that cannot be read, its attributes raise why, and so does `set_up_storage_reader`: DCP drops what this
+        raises, and fails for want of metadata.
         """
-        self._refused = None  # that of a load whose planner failed before we could raise it
-        frame = sys._getframe(1)
-        for given in checkpoint_id_of(frame, LOAD, INNER_LOAD):
-            self._given = None if given is None else self._revision_of(given)
         revision, self._given = self.checkpoint_id, None  # the next load may be given none, and means `ref` then
         try:
             with self._place.opened() as handle:
                 self._catalog = self._read_catalog(handle, revision)
-        except Exception as error:
-            if calling(frame, INNER_LOAD) is None:
-                raise
-            # DCP would drop it, and fail for want of metadata.
-            self._refused = out_of_memory(error) if isinstance(error, MemoryError) else error
-            return Metadata({})
+        except Exception as error:  # noqa: BLE001 - raised by whoever looks at the metadata
+            return _Unreadable(out_of_memory(error) if isinstance(error, MemoryError) else error)
         return self._catalog.metadata(self._place.url)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -308,9 +307,8 @@ class CasStorageReader(StorageReader):
         Raises:
             NotFoundError, CorruptionError: of `read_metadata`.
         """
-        if self._refused is not None:
-            error, self._refused = self._refused, None
-            raise error
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
         self._rank = int(kwargs.get("rank", 0))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -340,7 +338,8 @@ class CasStorageReader(StorageReader):
             _check_cover(plan, target)
             _check_memory(reads)
             values = self._values(handle, catalog, plan, target)
-            modules = {_start(path): state for path, state in module_states(state_given(sys._getframe(1)))}
+            given = {} if stock is None else stock.original_state_dict
+            modules = {_start(path): state for path, state in module_states(given)}
             versions = catalog.layout(handle).versions if modules else {}
             wait_for_devices({read.found.device for read in reads})
             copies = [read.copy for read in reads if read.box.num_elements]

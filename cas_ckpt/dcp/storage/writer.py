@@ -3,9 +3,8 @@
 How a save goes (DCP calls, on all ranks unless said otherwise):
 
 0. `stage` (async_save without a stager, in the caller's thread): waits for the saves before it and for the pending
-   commits of an open repository, copies the state into memory of this save (dcp/storage/staging.py), and the save gets
-   its number.
-1. `set_up_storage_writer`: the repository is looked at, the turn is taken.
+   commits of an open repository, and copies the state into memory of this save (dcp/storage/staging.py).
+1. `storage_meta`: a save that was not staged waits likewise. `set_up_storage_writer`: the repository is looked at.
 2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
    a plan for other ranks than the writer's is refused before anything is written.
 3. `write_data`: this rank's tree is made (dcp/storage/tree.py) and committed together with the others.
@@ -22,15 +21,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -44,39 +40,32 @@ from cas_ckpt.core.publish import branch_target, check_meaning
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head, RefKind, check_new_name
 from cas_ckpt.dcp.storage.group import (
-    BackgroundSave,
     RepositoryPlace,
+    Save,
     SharedGroup,
-    Turns,
+    Turn,
     branch_turn,
-    forget_in_background,
     members_of,
-    next_save,
-    note_in_background,
     shared_group,
     translates_memory_errors,
     wait_for_saves,
     world_size,
 )
-from cas_ckpt.dcp.storage.names import MOST_FRAMES, module_states, state_given
+from cas_ckpt.dcp.storage.names import module_states
 from cas_ckpt.dcp.storage.staging import stage_state
 from cas_ckpt.dcp.storage.tree import RankPart
-from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, PeerError
+from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck, checked_fields
 from cas_ckpt.ops.refs import create_tag
 from cas_ckpt.training.stateful import module_versions
-from cas_ckpt.training.torch_internals import ASYNC_SAVE, INNER_SAVE, SAVE, calling, checkpoint_id_of, variables
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
 DEFAULT_TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
-
-_MOST_FRAMES = 4
-"""Calls between DCP, which has the planner or the future, and a writer's hook that looks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +81,18 @@ class StoredEntry:
     key: str
 
 
-class _Begun(threading.local):
-    """What the save that begins in this thread was told before it comes to `set_up_storage_writer`.
+class _Here(threading.local):
+    """The saves of one thread.
 
     Attributes:
         given: The `checkpoint_id` that DCP was given for the save that begins next.
-        tag: That of the one that has begun.
-        number: Of the save, if it was staged before; None: it begins now.
-        background: The same save, as it goes on in the background of this process.
+        save: The one that has begun.
+        staged: The one that was staged, until DCP's executor has it.
     """
 
-    def __init__(self) -> None:
-        self.given: str | None = None
-        self.tag: str | None = None
-        self.number: int | None = None
-        self.background: BackgroundSave | None = None
-
-
-@dataclass(slots=True)
-class _Save:
-    """One save, as this rank's hooks see it.
-
-    Attributes:
-        versions: Of modules, by where DCP has their states; it does not look at them.
-    """
-
-    coordinates: bool
-    collective: bool
-    tag: str | None
-    turns: Turns
-    versions: Mapping[Path, Mapping[str, int]]
-    num_plans: int | None = None
-    commit: CommitInfo | None = None
+    given: str | None = None
+    save: Save | None = None
+    staged: Save | None = None
 
 
 class CasStorageWriter(StorageWriter, AsyncStager):
@@ -136,7 +105,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     may save many times, always under the same message and step, or be made anew for each save,
     which costs nothing more. To one branch, and over one process group, a process saves once at a
     time: a save waits for those that `dcp.async_save` began before it, through whatever writer they go. One that
-    it cannot know of (begun with another stager, or by another thread) raises `ConflictError`.
+    it cannot know of (begun with another stager, or by another thread) raises `ConflictError`. Threads that save at
+    the same time need writers of their own.
 
     `checkpoint_id=` of dcp.save names a tag that the commit gets; if it exists, nothing is saved.
 
@@ -210,17 +180,17 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def _begin_empty(self) -> None:
         self.commit = None
         self._group = None
-        self._saves: dict[int, _Save] = {}
-        self._begun = _Begun()
-        self._brought: int | None = None
-        self._to_come: list[BackgroundSave] = []
-        self._in_background: BackgroundSave | None = None
+        self._here = _Here()
+        self._staged: Save | None = None
+        self._versions: Mapping[Path, Mapping[str, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Process executors send the writer to a process whose default group is ours over again.
+        save = self._coming()
+        self._staged = None if save is not None else self._staged
         kept = ("_place", "_request", "_timeout_s", "_no_dist", "_own_tag", "_members")
-        brought = self._to_come[-1].number if self._to_come else None
-        return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_brought": brought}
+        versions = self._versions if save is None else save.versions
+        return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_versions": versions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin_empty()
@@ -239,8 +209,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP was given a `checkpoint_id` (or none): the tag of the next commit of this thread, and of no other."""
-        if calling(sys._getframe(1), SAVE, ASYNC_SAVE) != ASYNC_SAVE:  # which asks again in the thread that saves
-            self._begun.given = None if checkpoint_id is None else self._tag_of(checkpoint_id)
+        self._coming()
+        self._here.given = None if checkpoint_id is None else self._tag_of(checkpoint_id)
 
     def _tag_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
         """The tag that a `checkpoint_id` means."""
@@ -249,34 +219,23 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     @property
     def checkpoint_id(self) -> str:
         """What DCP writes into its log."""
-        return self._begun.given or self._begun.tag or self._own_tag or self._place.url
+        save = self._here.save
+        return self._here.given or (save and save.tag) or self._own_tag or self._place.url
 
     @translates_memory_errors
     def storage_meta(self) -> StorageMeta | None:
         """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here.
 
-        It asks before it gives the state to the planner, which an earlier save may still use: that is waited for here.
-        A save that was staged is known by its state, whatever else this writer saves meanwhile.
+        It asks before it gives the state to the planner, which an earlier save may still use: that is waited for here,
+        but by a save that was staged, for `stage` has waited, and what was begun since comes behind it.
         """
-        begun, frame = self._begun, sys._getframe(1)
-        tag, begun.given = begun.given, None
-        for given in checkpoint_id_of(frame, SAVE, INNER_SAVE):
-            tag = None if given is None else self._tag_of(given)
-        self._place.refuse_inside(frame)
-        begun.tag = tag
-        begun.background = self._staged_before(frame)
-        number, self._brought = self._brought, None  # of a process, which saves nothing else
-        if begun.background is not None:
-            self._come(begun.background)
-            begun.background.thread = threading.get_ident()
-            number = begun.background.number
-        begun.number = number
-        if number is None:  # else `stage` has waited; what was begun since comes behind this save's number
-            self._place.wait_for_commits()
-        with ExitStack() as opened:
-            wait_for_saves(
-                self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())), before=number
-            )
+        here, save = self._here, self._coming()
+        if save is None:
+            self._wait_for_earlier()
+            save = Save(self._versions)
+        else:
+            self._staged = None
+        here.save, save.tag, here.given = save, here.given or self._own_tag, None
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @translates_memory_errors
@@ -285,33 +244,23 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
         Waits for the saves before it to the same branch, or over the same process group.
         """
-        self._place.refuse_inside(sys._getframe(1))
-        self._place.wait_for_commits()
-        with ExitStack() as opened:
-            wait_for_saves(self._place.url, lambda: self._turns(opened.enter_context(self._place.opened())))
+        self._wait_for_earlier()
+        states = module_states(state_dict)
+        versions = {path: found for path, state in states if (found := module_versions(state)) is not None}
         staged = stage_state(state_dict)
-        self._in_background = BackgroundSave(next_save(), self._place.url, staged=staged)
-        self._to_come.append(self._in_background)
-        note_in_background(self._in_background)
+        self._here.given = None  # of an older DCP, which says it here as well as in the thread that saves
+        self._here.staged = self._staged = Save(versions, frozenset(threading.enumerate()), self._timeout_s)
         return staged
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` has copied everything. DCP calls it when its executor has the save."""
-        save, self._in_background = self._in_background, None
-        if save is None:
-            return
-        future = _local(sys._getframe(1), "upload_future")
-        if callable(getattr(future, "done", None)) and callable(getattr(future, "add_done_callback", None)):
-            save.future = future
-            future.add_done_callback(partial(_log_failure, self._request.step))
-            future.add_done_callback(lambda _: self._come(save))  # also if it never came to the writer
+        save, self._here.staged = self._here.staged, None
+        if save is not None:
             self._place.note(save)
-        else:  # another version of torch: later saves cannot wait for this one, and are refused while it goes on
-            forget_in_background(save)
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Always: not to wait, but since DCP has the future of a save then."""
+        """Always: not to wait, but since a save goes on by itself from then on."""
         return True
 
     def close(self) -> None:
@@ -322,26 +271,17 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """Begin a save on this rank.
 
         Raises:
-            ConflictError: another one is under way, or the tag exists. NoRepositoryError.
+            ConflictError: the tag exists. NoRepositoryError.
         """
-        begun = self._begun
-        number, background, tag = begun.number, begun.background, begun.tag or self._own_tag
-        begun.number = begun.background = begun.tag = None
+        save = self._save()
+        save.coordinates, save.collective = is_coordinator, bool(kwargs.get("use_collectives", True))
         with self._place.opened() as handle:
             handle.require_writable()
-            if tag is not None and check_new_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
-                raise ConflictError(f"checkpoint_id {tag!r} is a tag already: nothing is overwritten")
-            if tag is not None:
-                check_meaning(handle, RefKind.TAG, tag)
-            turns = self._turns(handle)
-        if background is not None:
-            background.turns = turns
-        states = module_states(state_given(sys._getframe(1)))
-        versions = {path: found for path, state in states if (found := module_versions(state)) is not None}
-        turns.plan(number)
-        save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), tag, turns, versions)
-        self._saves[threading.get_ident()] = save
-        watch_finish_plan(self, lambda error: self._report(save, error))
+            if save.tag is not None and check_new_name(save.tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
+                raise ConflictError(f"checkpoint_id {save.tag!r} is a tag already: nothing is overwritten")
+            if save.tag is not None:
+                check_meaning(handle, RefKind.TAG, save.tag)
+            save.turns = self._turns(handle)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """`plan`, unchanged."""
@@ -372,16 +312,20 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """
         save = self._save()
         try:
-            save.turns.write()
+            for turn in save.turns:
+                turn.take(save)
             paths = self._commit(save, plan, planner)
-        except PeerError as error:
-            if save.collective and self._group is not None and self._group.peers.has_lost_ranks:
-                raise RankLost(str(error), error.ranks) from error
+        except Exception as error:
+            if save.before:  # its future alone raises it, and may never be asked
+                step = self._request.step
+                of_step = "" if step is None else f" of step {step}"
+                text = error_text(error)  # not with its traceback, which is that of DCP's thread
+                _LOGGER.error("the save%s that dcp.async_save began failed: %s", of_step, text)  # noqa: TRY400
             raise
         finally:
-            save.turns.are_over = True
+            save.is_over = True
             if save.collective and not save.coordinates:  # no more calls come
-                del self._saves[threading.get_ident()]
+                self._here.save = None
         done: Future[list[WriteResult]] = Future()
         results = []
         for item in plan.items:
@@ -401,7 +345,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         Raises:
             MismatchError: a planned item was not written. ConflictError: somebody else made the tag meanwhile.
         """
-        save = self._saves.pop(threading.get_ident())
+        save, self._here.save = self._save(), None
         entries = {result.index: result.storage_data for rank in results for result in rank}
         missing = [index for index in _planned(metadata) if index not in entries]
         commits = {entry.commit for entry in entries.values()}
@@ -416,45 +360,41 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             with self._place.opened() as handle:
                 create_tag(handle, save.tag, save.commit.id)
 
-    def _staged_before(self, frame: FrameType | None) -> BackgroundSave | None:
-        """The save whose state, as it was staged, DCP has in one of these frames, in the thread that saves it."""
-        if not self._to_come:
-            return None
-        for state in variables(frame, "state_dict", most_frames=MOST_FRAMES):
-            for each in list(self._to_come):
-                if each.staged is state is not None:
-                    return each
-        return None
-
-    def _come(self, save: BackgroundSave) -> None:
-        """It has come to this writer, or never will: its state is not kept for that."""
-        with suppress(ValueError):
-            self._to_come.remove(save)
-        save.staged = None
-
     # --- one save -------------------------------------------------------------------------
 
     def _world_size(self) -> int:
         return 1 if self._no_dist else world_size(self._process_group)
 
-    def _turns(self, handle: RepositoryHandle) -> Turns:
+    def _turns(self, handle: RepositoryHandle) -> tuple[Turn, ...]:
         of_branch = branch_turn(handle, self._request.branch)
-        return Turns(of_branch, None if self._group is None else self._group.turn)
+        return (of_branch,) if self._group is None else (self._group.turn, of_branch)
 
-    def _save(self) -> _Save:
-        found = self._saves.get(threading.get_ident())
-        if found is None:
-            raise InvalidInputError("set_up_storage_writer was not called in this thread: DCP calls it for every save")
-        return found
+    def _wait_for_earlier(self) -> None:
+        self._place.begin()
+        with ExitStack() as opened:
+            wait_for_saves(lambda: self._turns(opened.enter_context(self._place.opened())))
 
-    def _peers(self, save: _Save) -> Peers:
+    def _coming(self) -> Save | None:
+        """The save that was staged, if this is the thread that DCP has started for it, which is noted."""
+        save = self._staged
+        if save is None or threading.current_thread() in save.before:
+            return None
+        save.come()
+        return save
+
+    def _save(self) -> Save:
+        if self._here.save is None:
+            raise InvalidInputError("storage_meta was not called in this thread: DCP calls it first in every save")
+        return self._here.save
+
+    def _peers(self, save: Save) -> Peers:
         """Those who take part: with collectives, a plan of one rank is dcp.save(no_dist=True)."""
         if self._world_size() == 1 or (save.collective and save.num_plans == 1):
             return SoloPeers()
         self._group = self._group or shared_group(self._process_group, self._timeout_s)
         return self._group.peers
 
-    def _commit(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> dict[str, Path]:
+    def _commit(self, save: Save, plan: SavePlan, planner: SavePlanner) -> dict[str, Path]:
         peers = self._peers(save)
         with collective_errors(peers), self._place.opened() as handle:
             part = RankPart(peers.rank, peers.size, self._members, allow_pickle=self._request.allow_pickle)
@@ -464,15 +404,6 @@ class CasStorageWriter(StorageWriter, AsyncStager):
                 handle.head = Head(branch)  # saves of this process may have led there since
             save.commit = self.commit = commit_live(handle, tree, self._request, peers=peers)
         return paths
-
-    def _report(self, save: _Save, error: BaseException) -> None:
-        """Report to the other ranks, who are in the commit, that this one will not come to it."""
-        try:
-            # What is raised again, and what goes wrong in reporting it, is dropped: the caller raises `error`.
-            with suppress(BaseException), collective_errors(self._peers(save)):
-                raise error
-        finally:
-            save.turns.are_over = True
 
 
 def _planned(metadata: Metadata) -> list[MetadataIndex]:
@@ -484,77 +415,3 @@ def _planned(metadata: Metadata) -> list[MetadataIndex]:
         else:
             indices.extend(MetadataIndex(name, chunk.offsets) for chunk in about.chunks)
     return indices
-
-
-# --- errors that DCP's protocol alone would let the other ranks wait for ----------------------
-# DCP calls planners and writers on each rank and then gathers, over its own process group, what came of it. While
-# the ranks commit together over ours, that leaves two gaps, and DCP offers no hook for either:
-#
-# - A planner that raises in `finish_plan` keeps its rank from ever coming to our commit. `watch_finish_plan` reports it
-#   to the others, who are in it already.
-# - After a rank has died, the others would go on to DCP's gather, which waits for the dead one until the timeout of the
-#   process group (30 minutes unless said otherwise). `RankLost` ends the save instead.
-
-
-class RankLost(PeerError):
-    """A `PeerError` about a rank that is dead, as a writer raises it inside dcp.save.
-
-    DCP takes whatever a writer raises, pickles it, and gathers it with what the other ranks have. Pickling this error
-    raises it again: out of dcp.save, on every rank that is left, before anybody waits for the dead one.
-    """
-
-    def __reduce__(self) -> NoReturn:
-        raise PeerError(str(self), self.ranks)
-
-
-class _Watched:
-    """Takes the place of the `finish_plan` of one planner during one save."""
-
-    def __init__(self, planner: SavePlanner, writer: object, report: Callable[[BaseException], None]) -> None:
-        before: Any = vars(planner).get("finish_plan")
-        self._before: Any = before._before if isinstance(before, _Watched) else before
-        self._planner = planner
-        self._writer = writer
-        self._report = report
-
-    def __call__(self, new_plan: SavePlan) -> Any:
-        is_ours = _local(sys._getframe(1), "storage_writer") is self._writer
-        self._unwatch()
-        try:
-            return self._planner.finish_plan(new_plan)
-        except BaseException as error:
-            if is_ours:  # not a later save of this planner, with another writer
-                self._report(error)
-            raise
-
-    def _unwatch(self) -> None:
-        if self._before is None:
-            vars(self._planner).pop("finish_plan", None)
-        else:
-            vars(self._planner)["finish_plan"] = self._before
-
-
-def watch_finish_plan(writer: object, report: Callable[[BaseException], None]) -> None:
-    """Have `report` called with what the planner of this save raises in `finish_plan`; for `set_up_storage_writer`.
-
-    The planner is found in the frames of DCP, which gives it to writers only when the plan is final. Where it is not
-    there (another version of torch), nothing is watched, and the others wait until their timeout.
-    """
-    planner = _local(sys._getframe(2), "planner")
-    if isinstance(planner, SavePlanner) and hasattr(planner, "__dict__"):
-        vars(planner)["finish_plan"] = _Watched(planner, writer, report)
-
-
-def _log_failure(step: int | None, future: Any) -> None:
-    """Say what a save in the background failed of: its future alone knows, and may never be asked."""
-    try:
-        future.result()
-    except BaseException as error:  # noqa: BLE001 - it is the future that raises it
-        of_step = "" if step is None else f" of step {step}"
-        text = error_text(error)  # not with its traceback, which is that of DCP's thread
-        _LOGGER.error("the save%s that dcp.async_save began failed: %s", of_step, text)  # noqa: TRY400
-
-
-def _local(frame: FrameType | None, name: str) -> Any:
-    """The variable of this name in a frame or in one of those that called it."""
-    return next(variables(frame, name, most_frames=_MOST_FRAMES), None)

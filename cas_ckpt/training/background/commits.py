@@ -25,6 +25,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.held_signals import Turn
 from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -122,7 +123,7 @@ class BackgroundCommits:
         self._handle, self._turn = handle, turn
         self._pool: StagingPool | None = None
         self._worker: CommitWorker | None = None
-        self._calls = threading.Lock()
+        self.calls = Turn()  # of two threads that call at once, one stages after the other
         self._call = threading.local()  # `is_submitted`: the other ranks will hear of this call by its commit
         self._declared: dict[PendingCommit, KeyPatterns] = {}
         self._former: list[StagingPool] = []  # closed, but for what a commit still reads
@@ -156,7 +157,7 @@ class BackgroundCommits:
         options.check()
         self.queue.refuse_worker()
         self._handle.require_writable()
-        with self._calls:  # of two threads that call at once, one stages after the other
+        with self.calls:
             worker = None
             if options.worker == WorkerKind.PROCESS:
                 worker = self._worker = self._worker or CommitWorker(self._handle)

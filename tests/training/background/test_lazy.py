@@ -17,6 +17,7 @@ from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingE
 from cas_ckpt.training.background import lazy, staged, step_hook
 from cas_ckpt.training.background.staged import Snapshot
 from cas_ckpt.transfer import staging
+from tests.meddling import held_elsewhere
 from tests.training.background.loops import KINDS, Training
 
 _NUMBERS = count()
@@ -452,7 +453,7 @@ def test_memory_into_which_a_copy_goes_on_beside_the_commit_goes_back_when_that_
     monkeypatch.setattr(staged, "copy_all", held)
     training = Training()
     wanted = root_of(training)
-    with repo._turn():  # the commit has to wait
+    with held_elsewhere(repo._turn()):  # the commit has to wait
         pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=70_000)
         snapshot = pending._snapshot
         assert snapshot is not None and is_copying.wait(TIMEOUT_S)
