@@ -4,7 +4,8 @@
 #   make test    the test suite            make check   ruff, mypy --strict, import contracts
 #   make test-fast  the rooms below the verbs, without what is slow: about a minute
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
-#   make soak    tests that take minutes: a simulated year, long searches
+#   make search  the long searches with all their numbers, of which `make test` tries a part
+#   make soak    tests that take minutes: a simulated year, a hundred thousand schedules
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 #   make newest  the test suite with a newer torch than that of `make test`
 #   make check-native  the native core by itself, under sanitizers, against what is plainly right; needs a C compiler
@@ -18,9 +19,14 @@ JOBS ?= 3
 # What `make test-fast` runs: the rooms that all others rest on.
 FAST := $(addprefix tests/,objects layout storage transfer index core repository)
 
-# What `make test-pure` runs: what hashes, reads verified or sums, by way of cas_ckpt/native.py.
-PURE := $(addprefix tests/,native objects golden transfer properties ops/commit ops/checkout training/device)
-PURE += $(addprefix tests/,training/test_restore.py training/test_frozen.py dcp/test_load.py dcp/test_save.py)
+# What `make search` runs: what asks tests/searches.py how often to try.
+SEARCHED := $(shell grep -rl --include=test_*.py 'tests.searches import' tests)
+
+# What `make test-pure` runs: who hashes, reads verified, copies or sums by way of cas_ckpt/native.py, each once.
+PURE := $(addprefix tests/,native golden training/device training/test_restore.py training/test_frozen.py)
+PURE += $(addprefix tests/transfer/test_,hashing.py sums.py extents.py fetch.py scatter.py saving_copies.py staging.py)
+PURE += $(addprefix tests/ops/,commit/test_commit_checkout.py commit/test_frozen_trust.py checkout/test_read.py)
+PURE += $(addprefix tests/,storage/test_memory_store.py properties/test_same_state_same_id.py)
 
 # A test run starts dozens of interpreters: they share what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,10 +38,10 @@ NEWEST := .venv-newest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-pure soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest wheel clean
+.PHONY: help demo test test-fast test-pure search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,11p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,12p
 
 demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
@@ -48,6 +54,9 @@ test-fast: $(VENV)/$(STAMP)
 
 test-pure: $(VENV)/$(STAMP)
 	CAS_CKPT_NATIVE=0 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" $(PURE) $(ARGS)
+
+search: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile=full $(SEARCHED) $(ARGS)
 
 soak: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -m soak $(ARGS)

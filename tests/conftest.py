@@ -1,6 +1,6 @@
 """How the tests run: the same examples every time, unless a search is asked for; and what many of them begin with.
 
-`pytest --hypothesis-profile=search` looks for new counterexamples.
+`pytest --hypothesis-profile=search` looks for new counterexamples, `=full` searches as far as `make soak` does.
 
 Temporary folders are in memory (/dev/shm) where there is room for them: half of the time went into fsync. To run on a
 disk: `PYTEST_DEBUG_TEMPROOT=/tmp make test`. Tests about files on a disk stay there (tests/storage/conftest.py).
@@ -53,6 +53,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 quick_index.install()
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("full", settings.get_profile("ci"))  # all numbers of tests/searches.py
 settings.register_profile(
     "search", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

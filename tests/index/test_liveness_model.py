@@ -11,6 +11,7 @@ from cas_ckpt.index import candidates
 from cas_ckpt.index.index import Index
 from tests.index.building import STORE
 from tests.index.histories import Steps, histories, play
+from tests.searches import tries
 
 pytestmark = pytest.mark.slow
 
@@ -23,13 +24,13 @@ def index() -> Iterator[Index]:
         yield index
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=UNHURRIED)
+@settings(max_examples=tries(12, 40), deadline=None, suppress_health_check=UNHURRIED)
 @given(steps=histories())
 def test_the_index_in_memory_agrees_with_the_model(index: Index, steps: Steps) -> None:
     play(index, steps)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=UNHURRIED)
+@settings(max_examples=tries(5, 15), deadline=None, suppress_health_check=UNHURRIED)
 @given(steps=histories())
 def test_examining_a_few_entries_at_a_time_makes_no_difference(index: Index, steps: Steps) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
 """Every repository in a folder has its index in PostgreSQL: in a database of its own, as copies of a folder have too.
 
-A database is made from a template that has the tables; migrations for each would take most of the time.
+A database is made from a template that has the tables; migrations for each would take most of the time. A repository in
+memory keeps its index in memory: tests that make such ones have no place here.
 """
 
 from __future__ import annotations

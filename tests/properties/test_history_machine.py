@@ -41,6 +41,7 @@ from tests.properties.history_model import HistoryModel, Name
 from tests.schedule.plain_index import PlainIndex, rebuilt
 from tests.schedule.soundness import Shelf, Soundness
 from tests.schedule.world import commit, read_back
+from tests.searches import tries
 
 TEXTS = st.text("abcdef", min_size=1, max_size=4).map(lambda text: "".join(sorted(set(text))))
 BRANCHES = st.sampled_from(["main", "exp", "z/1"])
@@ -361,12 +362,11 @@ def _point(handle: RepositoryHandle, name: Name, target: str, force: bool) -> ob
 
 pytestmark = pytest.mark.timeout(600)  # a failure is made small before it is shown, which takes its time
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-_is_search = settings.get_current_profile_name() == "search"
 HistoryMachine.TestCase.settings = settings(
-    max_examples=2000 if _is_search else 60, stateful_step_count=30, suppress_health_check=_CHECKS
+    max_examples=tries(20, 60, 2000), stateful_step_count=30, suppress_health_check=_CHECKS
 )
 HistoryOverTheRealIndexMachine.TestCase.settings = settings(
-    max_examples=200 if _is_search else 12, stateful_step_count=25, suppress_health_check=_CHECKS
+    max_examples=tries(5, 12, 200), stateful_step_count=25, suppress_health_check=_CHECKS
 )
 
 

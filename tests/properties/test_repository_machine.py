@@ -26,6 +26,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, Not
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
 from tests.properties.states import account, blank, copied, leaves, mapped, states, ties, torch_tensor
+from tests.searches import tries
 
 BRANCHES = st.sampled_from(["main", "exp", "a/b"])
 TAGS = st.sampled_from(["t", "exp", "v/1"])
@@ -394,12 +395,11 @@ pytestmark = [
     pytest.mark.timeout(600),  # a failure is made small before it is shown, which takes its time
 ]
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-_is_search = settings.get_current_profile_name() == "search"
 RepositoryMachine.TestCase.settings = settings(
-    max_examples=500 if _is_search else 60, stateful_step_count=25, suppress_health_check=_CHECKS
+    max_examples=tries(15, 60, 500), stateful_step_count=25, suppress_health_check=_CHECKS
 )
 RepositoryOnDiskMachine.TestCase.settings = settings(
-    max_examples=200 if _is_search else 30, stateful_step_count=25, suppress_health_check=_CHECKS
+    max_examples=tries(8, 30, 200), stateful_step_count=25, suppress_health_check=_CHECKS
 )
 
 

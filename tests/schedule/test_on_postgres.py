@@ -18,10 +18,11 @@ from tests.schedule import play as playing
 from tests.schedule.play import play
 from tests.schedule.scenarios import random_decider, random_scenario
 from tests.schedule.world import World
+from tests.searches import tries
 
 pytestmark = pytest.mark.slow
 
-NUM_SCHEDULES = 15
+NUM_SCHEDULES = tries(6, 15)
 
 
 @pytest.fixture

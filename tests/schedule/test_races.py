@@ -18,6 +18,7 @@ from tests.schedule.deciders import Go, Script, Together, all_of, some_of, throu
 from tests.schedule.play import Played, Scenario, collect_in_quiet, play
 from tests.schedule.soundness import Soundness
 from tests.schedule.world import IndexPool, commit, fixed_chance, read_back, world
+from tests.searches import tries
 
 _MAIN, _NEW = "refs/heads/main.ref", "refs/heads/new.ref"
 _UPLOADED = to("W", f"get {_MAIN}", times=2)  # the first get is before the upload, for the branch's policy
@@ -27,7 +28,7 @@ FENCE_MAIN = through("G0", f"compare_and_swap {_MAIN}")
 
 MOST_REQUESTS = 160
 
-EVERY = 1
+EVERY = tries(3, 1)
 """Of the requests that an actor may be stopped after, every so manieth is tried."""
 
 

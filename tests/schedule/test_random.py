@@ -17,10 +17,11 @@ from tests.schedule.play import Scenario, play
 from tests.schedule.scenarios import play_random
 from tests.schedule.scheduler import Turn
 from tests.schedule.soundness import Shelf
+from tests.searches import tries
 
 pytestmark = pytest.mark.slow
 
-NUM_QUICK, NUM_QUICK_SQL, NUM_QUICK_FAR = 1500, 20, 200
+NUM_QUICK, NUM_QUICK_SQL, NUM_QUICK_FAR = tries(400, 1500), tries(6, 20), tries(60, 200)
 NUM_SOAK, NUM_SOAK_SQL = 100_000, 2000
 
 

@@ -1,9 +1,0 @@
-"""Retention and forgetting, with the index in PostgreSQL."""
-
-import pytest
-
-from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
-
-globals().update(again("tests.ops.retention.test_forget"))

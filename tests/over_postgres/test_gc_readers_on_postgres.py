@@ -1,9 +1,0 @@
-"""Readers beside collections, with the index in PostgreSQL."""
-
-import pytest
-
-from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
-
-globals().update(again("tests.ops.gc.test_gc_readers"))

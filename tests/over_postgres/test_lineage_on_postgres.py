@@ -1,9 +1,0 @@
-"""What states were made from, with the index in PostgreSQL."""
-
-import pytest
-
-from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
-
-globals().update(again("tests.ops.history.test_lineage"))
