@@ -3,7 +3,7 @@
 Small values are written whole by `put` (disk.py). A stream is written in large aligned pieces past the page cache:
 
     1. pieces are gathered in one aligned buffer; a full buffer is one O_DIRECT write (a large piece that is aligned
-       itself is written from where it is)
+       itself is written from where it is, as is any large one without O_DIRECT)
     2. at commit the part of the buffer that fills whole blocks goes the same way, then O_DIRECT is dropped and the
        rest is written through the page cache
     3. the file is synced, closed and given its name, unless that is taken
@@ -47,6 +47,7 @@ from cas_ckpt.storage.disk import (
     Temporary,
     TemporaryFolder,
     file_turn,
+    is_in_memory,
     leaves_of_file,
     make_folders,
     open_for_reading,
@@ -95,7 +96,8 @@ class DirectChoice:
     """What the writers of one store share.
 
     Attributes:
-        allowed: Whether the filesystem takes O_DIRECT: assumed until it refuses, then remembered.
+        allowed: Whether the filesystem takes O_DIRECT: assumed until it refuses, or is seen to be in memory, then
+            remembered.
         buffers: Buffers of writers that are done, for the next ones: memory that is new to the
             process costs more than the copy into it.
     """
@@ -144,9 +146,13 @@ class FileWriter:
         rest = byte_view(data)
         with writing(self._key):
             while rest.nbytes:
-                if not self._filled and rest.nbytes >= STRAIGHT_BYTES and (done := self._write_straight(rest)):
-                    rest = rest[done:]
-                    continue
+                if rest.nbytes >= STRAIGHT_BYTES:
+                    if self._filled and not self._choice.allowed:  # where nothing has to be aligned
+                        self._write_out(self._buffer[: self._filled])
+                        self._filled = 0
+                    if not self._filled and (done := self._write_straight(rest)):
+                        rest = rest[done:]
+                        continue
                 taken = min(rest.nbytes, self._buffer.nbytes - self._filled)
                 copy_bytes(self._buffer[self._filled : self._filled + taken], rest[:taken])
                 self._filled += taken
@@ -215,8 +221,11 @@ class FileWriter:
                 self._refused()
 
     def _choose(self) -> None:
-        """Turn O_DIRECT on, where it is not known to be refused."""
+        """Turn O_DIRECT on, where it is not known to be refused, or to mean nothing."""
         if self._choice.allowed and not self._direct:
+            if is_in_memory(self._temporary.fd):
+                self._choice.allowed = False
+                return
             try:
                 self._set_direct(True)
             except OSError:
