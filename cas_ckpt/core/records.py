@@ -7,15 +7,14 @@ rows -> people  `CommitInfo` and its kin
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.filters import CommitFilter
-from cas_ckpt.index.rows import CommitRow, PackRecord
+from cas_ckpt.index.rows import CommitFilter, CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.nodes import (
@@ -33,6 +32,8 @@ from cas_ckpt.objects.pack import PackKind
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
+    from cas_ckpt.index.history import PlainIndex
+    from cas_ckpt.index.index import Index
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 MOST_ITEMS = 3
@@ -201,6 +202,21 @@ def info_from_row(row: CommitRow, *, forgotten: bool = False, restored_us: int |
     )
 
 
+_COMMITS_PER_READ = 500
+
+
+def infos_of_log(
+    index: Index | PlainIndex, rows: Iterator[CommitRow], forgotten: Collection[bytes]
+) -> Iterator[CommitInfo]:
+    """The commits, and what others than their records say of them: one question for some hundreds."""
+    from cas_ckpt.index import history
+
+    while batch := list(islice(rows, _COMMITS_PER_READ)):
+        restored = index.read(history.proven, [row.root for row in batch])
+        for row in batch:
+            yield info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored.get(row.root))
+
+
 def _lineage(edge: LineageEdge) -> Lineage:
     return Lineage(edge.kind, edge.target.hex(), None if edge.note is None else _decoded_meta(edge.note))
 
@@ -248,7 +264,7 @@ def log_rows(
     Raises:
         NotFoundError: one of `starts` is in no pack. CorruptionError: it may be in a pack that is damaged.
     """
-    from cas_ckpt.index import history  # brings SQLAlchemy: whoever names commits alone need not wait for it
+    from cas_ckpt.index import history  # whoever names commits alone need not wait for it
 
     try:
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)

@@ -15,7 +15,7 @@ from cas_ckpt.core.refs import BY_NAME, REFS, Ref, RefKind, check_name, is_whole
 from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, history
-from cas_ckpt.index.filters import CommitFilter
+from cas_ckpt.index.rows import CommitFilter
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 
 _LOGGER = logging.getLogger("cas_ckpt")

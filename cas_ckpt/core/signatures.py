@@ -15,7 +15,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Ref, RefKind, TagSignature, default_author, ref_key, tag_bytes
 from cas_ckpt.errors import NotFoundError, SignatureError
-from cas_ckpt.index.database import batches
+from cas_ckpt.index.statements import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import decode_commit, split_signature
 from cas_ckpt.signing.keys import SigningKey

@@ -27,7 +27,7 @@ from typing import TypeAlias
 from cas_ckpt import clock
 from cas_ckpt.arguments import checked_step
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.index.filters import SIGNS, AxisBound, CommitFilter, MetricBound
+from cas_ckpt.index.rows import SIGNS, AxisBound, CommitFilter, MetricBound
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US

@@ -15,8 +15,8 @@ from typing import TypeAlias
 from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.index.database import rows_by_number
 from cas_ckpt.index.db_errors import REBUILD
+from cas_ckpt.index.statements import rows_by_key
 from cas_ckpt.index.trees import CONTAINER, PAGE
 from cas_ckpt.objects.patterns import KeyPatterns
 
@@ -25,7 +25,7 @@ Place: TypeAlias = tuple[str, int]
 
 _EDGES = f"""
     SELECT e.node_id, e.form, e.child_id FROM t_entries e
-    WHERE e.node_id {{numbers}} AND e.form IN ({CONTAINER}, {PAGE}) AND e.child_id IS NOT NULL
+    WHERE e.node_id {{keys}} AND e.form IN ({CONTAINER}, {PAGE}) AND e.child_id IS NOT NULL
 """
 _MANY_PLACES = 1024
 """Fewer are not worth a look ahead."""
@@ -65,7 +65,7 @@ class Ahead:
         edges: dict[int, list[tuple[int, int]]] = {}
         while wanted := {node for node in wanted if node not in edges and node not in self._sizes}:
             edges.update((node, []) for node in wanted)
-            for node, form, child in rows_by_number(self._connection, _EDGES, wanted):
+            for node, form, child in rows_by_key(self._connection, _EDGES, wanted):
                 if self._within is None or child in self._within:
                     edges[node].append((form, child))
             wanted = {child for node in wanted for _, child in edges[node]}

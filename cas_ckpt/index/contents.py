@@ -39,7 +39,6 @@ from cas_ckpt.index.candidates import NO_BASE, clamp_watermark, has_deltas
 from cas_ckpt.index.database import (
     OBJECTS_BY_ID,
     KeyQuery,
-    change_by_number,
     execute,
     insert_missing,
     number_table,
@@ -63,6 +62,7 @@ from cas_ckpt.index.schema import (
     PACKS,
     PENDING,
 )
+from cas_ckpt.index.statements import change_by_number
 from cas_ckpt.index.texts import json_of, storable
 from cas_ckpt.index.value_texts import json_text
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
@@ -270,8 +270,8 @@ def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dic
         if kind == UNKNOWN_KIND:
             found.setdefault(kinds[digest], []).append(number)
     for kind, seen in found.items():
-        change_by_number(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {numbers}", seen, kind=kind)
-        nowhere = "DELETE FROM t_locations WHERE object_id {numbers} AND pack_id = :nowhere"
+        change_by_number(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {keys}", seen, kind=kind)
+        nowhere = "DELETE FROM t_locations WHERE object_id {keys} AND pack_id = :nowhere"
         change_by_number(connection, nowhere, seen, nowhere=NOWHERE)
 
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,6 +61,7 @@ from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused,
 from cas_ckpt.index.open_lock import OpenLock, may_write, while_closed
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import OBJECTS, refuse_foreign
+from cas_ckpt.index.statements import KEYS_PER_ARRAY, KEYS_PER_QUERY, batches, plain_rows
 
 IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""
@@ -322,12 +322,6 @@ if TYPE_CHECKING:
 
     Upsert: TypeAlias = SqliteInsert | postgresql.Insert
 
-KEYS_PER_QUERY = 250
-"""Measured: more keys in one IN list are slower on SQLite."""
-
-_KEYS_PER_ARRAY = 10_000
-"""PostgreSQL takes them as one value, and each question costs it a round trip."""
-
 
 def rows_for(
     connection: Connection, query: Select[Any], column: ColumnElement[Any], keys: Iterable[Any]
@@ -335,51 +329,6 @@ def rows_for(
     """The rows of `query` whose `column` is one of `keys`, batch by batch."""
     for batch in batches(sorted(set(keys)), KEYS_PER_QUERY):
         yield from connection.execute(query.where(column.in_(batch))).all()
-
-
-def rows_by_number(
-    connection: Connection, sql: str, numbers: Iterable[int], **values: Any
-) -> Iterator[tuple[Any, ...]]:
-    """The rows of a question about many numbers, as plain tuples; ordered within each of some hundred numbers.
-
-    Args:
-        sql: With `{numbers}` in place of a condition on the column that has the numbers, which stands before it.
-        values: What else it binds, by name.
-    """
-    ordered = sorted(set(numbers))
-    if connection.dialect.positional:
-        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        for batch in batches(ordered, KEYS_PER_QUERY):
-            yield from driver.execute(sql.replace("{numbers}", f"IN ({', '.join(map(str, batch))})"), values).fetchall()
-        return
-    statement = _for_postgresql(sql)
-    for batch in batches(ordered, _KEYS_PER_ARRAY):
-        yield from _plain_rows(connection, statement, {"numbers": batch, **values})
-
-
-def change_by_number(connection: Connection, sql: str, numbers: Iterable[int], **values: Any) -> None:
-    """Run a statement that changes the rows of many numbers; arguments as for `rows_by_number`."""
-    ordered = sorted(set(numbers))
-    if connection.dialect.positional:
-        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        for batch in batches(ordered, KEYS_PER_QUERY):
-            driver.execute(sql.replace("{numbers}", f"IN ({', '.join(map(str, batch))})"), values)
-        return
-    for batch in batches(ordered, _KEYS_PER_ARRAY):
-        connection.exec_driver_sql(_for_postgresql(sql), {"numbers": batch, **values})
-
-
-def _plain_rows(connection: Connection, statement: str, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
-    """The rows as PostgreSQL's driver gives them; a Row of SQLAlchemy for each costs more than the question."""
-    cursor: Any = connection.exec_driver_sql(statement, values).cursor
-    return cast("Sequence[tuple[Any, ...]]", cursor.fetchall())
-
-
-@lru_cache(maxsize=64)
-def _for_postgresql(sql: str) -> str:
-    """The text with the places of values as its driver has them."""
-    text = re.sub(r":(\w+)", r"%(\1)s", sql.replace("%", "%%"))
-    return text.replace("{numbers}", "= ANY(%(numbers)b::bigint[])")
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,8 +348,8 @@ class KeyQuery:
         ordered = sorted(set(keys))
         if not connection.dialect.positional:
             text, named = _asking_for_array(self, connection.dialect)
-            for batch in batches(ordered, _KEYS_PER_ARRAY):
-                yield from _plain_rows(connection, text, {**named, _KEYS: batch})
+            for batch in batches(ordered, KEYS_PER_ARRAY):
+                yield from plain_rows(connection, text, {**named, _KEYS: batch})
             return
         driver = cast(sqlite3.Connection, connection.connection.driver_connection)
         for start in range(0, len(ordered), KEYS_PER_QUERY):
@@ -450,12 +399,6 @@ def rows_of(connection: Connection, statement: Select[Any]) -> Sequence[Any]:
         return connection.execute(statement).all()
     driver = cast(sqlite3.Connection, connection.connection.driver_connection)
     return driver.execute(*_text(statement, connection.dialect)).fetchall()
-
-
-def batches(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """`values` cut into runs of at most `size`."""
-    for start in range(0, len(values), size):
-        yield values[start : start + size]
 
 
 def insert_missing(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> int:

@@ -26,10 +26,11 @@ from sqlalchemy import Connection, text
 from cas_ckpt.arguments import some_of
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.index.ahead import Ahead, Place
-from cas_ckpt.index.database import OBJECTS_BY_ID, rows_by_number
+from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
 from cas_ckpt.index.places import Matcher, open_places
 from cas_ckpt.index.rows import ListedEntry
+from cas_ckpt.index.statements import rows_by_key
 from cas_ckpt.index.trees import CHILD, CONTAINER, FORM, MAX_DEPTH, Row, Tree, read_digests, read_trees, root_numbers
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.limits import check_entries
@@ -185,8 +186,8 @@ _Content: TypeAlias = tuple[Any, ...] | int
 _LONG_VALUES = "uint8"
 """Dtype under which plain values are stored that are too long for their container; lists do not show it."""
 
-_LISTING = "SELECT DISTINCT s.node_id FROM t_node_specs s WHERE s.spec_id {numbers}"
-_PARENTS = "SELECT DISTINCT e.parent_id FROM t_edges e WHERE e.child_id {numbers}"
+_LISTING = "SELECT DISTINCT s.node_id FROM t_node_specs s WHERE s.spec_id {keys}"
+_PARENTS = "SELECT DISTINCT e.parent_id FROM t_edges e WHERE e.child_id {keys}"
 _CONTAINERS = {f"kind{at}": kind for at, kind in enumerate(sorted(CONTAINER_KINDS))}
 _COMPOSITES = (
     f"SELECT t.node_id FROM t_trees t WHERE t.kind NOT IN ('', {', '.join(f':{name}' for name in _CONTAINERS)})"
@@ -253,7 +254,7 @@ class _Search:
             self._leaves = f"e.spec_id IN ({', '.join(map(str, chosen)) or 'NULL'})"
         if rare:
             parts = {number for (number,) in self._connection.execute(text(_COMPOSITES), _CONTAINERS)}
-            nodes = {number for (number,) in rows_by_number(self._connection, _LISTING, chosen)}
+            nodes = {number for (number,) in rows_by_key(self._connection, _LISTING, chosen)}
             self.above = _climb(self._connection, nodes | parts)
             self.is_exact = not (parts or unclear or wanted.keys)
 
@@ -332,6 +333,6 @@ def _climb(connection: Connection, numbers: Collection[int]) -> set[int]:
     """These objects and all nodes that lead to them; each edge is looked at once."""
     found = news = set(numbers)
     while news:
-        news = {parent for (parent,) in rows_by_number(connection, _PARENTS, news)} - found
+        news = {parent for (parent,) in rows_by_key(connection, _PARENTS, news)} - found
         found = found | news
     return found

@@ -12,46 +12,59 @@ distinct ones, so that both databases mean the same by them. Knows nothing of re
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import os
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from urllib.parse import quote
 
-from sqlalchemy import Connection, case, exists, func, select, text
-
-from cas_ckpt.errors import NotFoundError
-from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, rows_of
-from cas_ckpt.index.filters import SIGNS, CommitFilter
-from cas_ckpt.index.first_parents import LINE, line_as_log
-from cas_ckpt.index.layouts import layouts_with
-from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
-from cas_ckpt.index.texts import read_json, read_metrics
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index.open_lock import OpenLock, may_write
+from cas_ckpt.index.rows import REVISIONS, SIGNS, CommitFilter, CommitRow
+from cas_ckpt.index.statements import batches, rows, rows_by_key
+from cas_ckpt.index.texts import read_json, read_metrics, storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import LineageEdge
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
+    from cas_ckpt.index.statements import AnyConnection
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _COMMITS_PER_READ = 500
 
 _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 
+_NUMBERS = "SELECT o.digest, o.object_id FROM t_objects o WHERE o.digest {keys}"
+_COMMITS = """
+    SELECT object_id, digest, root, layout, first_parent, message, author, time_us, step, branch, metrics, meta, stats
+    FROM t_commits WHERE object_id {keys}
+"""
+_MORE_PARENTS = "SELECT object_id, parent FROM t_more_parents"
+_LINEAGE = "SELECT object_id, kind, target, note FROM t_lineage WHERE object_id {keys} ORDER BY object_id, position"
+_ROOTS = "SELECT c.root FROM t_objects o CROSS JOIN t_commits c WHERE o.digest {keys} AND c.object_id = o.object_id"
 
-_COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
-_MORE_PARENTS = KeyQuery(
-    select(MORE_PARENTS).order_by(MORE_PARENTS.c.object_id, MORE_PARENTS.c.position), MORE_PARENTS.c.object_id
-)
-_LINEAGE = KeyQuery(select(LINEAGE).order_by(LINEAGE.c.object_id, LINEAGE.c.position), LINEAGE.c.object_id)
-_ROOTS = KeyQuery(
-    select(COMMITS.c.root).select_from(OBJECTS.join(COMMITS, COMMITS.c.object_id == OBJECTS.c.object_id)),
-    OBJECTS.c.digest,
-)
-_NODES = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
-_LINKS = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.layout, COMMITS.c.first_parent)
-_SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.first_parent, COMMITS.c.stats)
+_LINE_LOG = """
+    WITH RECURSIVE line(object_id, digest, parent, place) AS (
+        SELECT c.object_id, o.digest, c.first_parent, 1 FROM t_objects o CROSS JOIN t_commits c
+        WHERE o.digest = :start AND c.object_id = o.object_id
+        UNION ALL
+        SELECT c.object_id, o.digest, c.first_parent, l.place + 1
+        FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
+        WHERE l.place < :most AND o.digest = l.parent AND c.object_id = o.object_id
+    )
+    SELECT l.object_id, l.digest, l.parent,
+           EXISTS (SELECT 1 FROM t_more_parents m WHERE m.object_id = l.object_id) FROM line l ORDER BY l.place
+"""
+"""The commit `start`, its first parent and so on, at most `most`: number, id, first parent, whether it has more
+parents. The cost follows `most`, not the repository."""
 
 _LINE = """
     WITH RECURSIVE line(digest, place) AS (
@@ -66,47 +79,50 @@ _LINE = """
 """A commit is found by its digest through `objects`: there is no other way in by digest."""
 
 
-def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
+def read_commit(connection: AnyConnection, digest: bytes) -> CommitRow | None:
     """The commit called `digest`, or None."""
-    numbers = [number for _, number, _ in OBJECTS_BY_ID.rows(connection, [digest])]
-    return next(iter(read_commits(connection, numbers)), None)
+    return next(iter(read_commits_of_ids(connection, [digest])), None)
 
 
-def read_root(connection: Connection, digest: bytes) -> bytes | None:
+def read_root(connection: AnyConnection, digest: bytes) -> bytes | None:
     """The id of the state of the commit called `digest`, or None."""
-    return next((bytes(root) for (root,) in _ROOTS.rows(connection, [digest])), None)
+    return next((root for (root,) in rows_by_key(connection, _ROOTS, [digest])), None)
 
 
-def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitRow]:
+def read_commits(connection: AnyConnection, numbers: Sequence[int]) -> list[CommitRow]:
     """The commits with these numbers, in this order; unknown numbers are left out."""
     more = _more_parents(connection, numbers)
     lineage = read_lineage(connection, numbers)
-    rows = {row[0]: row for row in _COMMITS.rows(connection, numbers)}
-    return [_commit(rows[number], more, lineage.get(number, ())) for number in numbers if number in rows]
+    found = {row[0]: row for row in rows_by_key(connection, _COMMITS, numbers)}
+    return [_commit(found[number], more, lineage.get(number, ())) for number in numbers if number in found]
 
 
-def read_commits_of_ids(connection: Connection, digests: Sequence[bytes]) -> list[CommitRow]:
+def read_commits_of_ids(connection: AnyConnection, digests: Sequence[bytes]) -> list[CommitRow]:
     """The commits with these ids, in this order; unknown ones are left out."""
-    numbers = {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, digests)}
+    numbers: dict[bytes, int] = dict(rows_by_key(connection, _NUMBERS, digests))
     return read_commits(connection, [numbers[digest] for digest in digests if digest in numbers])
 
 
-def read_commits_again(connection: Connection, wanted: Sequence[tuple[int, bytes]]) -> list[CommitRow]:
+def read_commits_again(connection: AnyConnection, wanted: Sequence[tuple[int, bytes]]) -> list[CommitRow]:
     """The commits with these numbers and ids, in this order; those that went are left out.
 
     The numbers are those of an earlier transaction: since then others may have them.
     """
-    rows = read_commits(connection, [number for number, _ in wanted])
+    found = read_commits(connection, [number for number, _ in wanted])
     digests = [digest for _, digest in wanted]
-    if [row.digest for row in rows] == digests:
-        return rows
+    if [row.digest for row in found] == digests:
+        return found
     return read_commits_of_ids(connection, digests)
 
 
-def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) -> _Parents:
-    rows = rows_of(connection, _MORE_PARENTS.query) if numbers is None else _MORE_PARENTS.rows(connection, numbers)
+def _more_parents(connection: AnyConnection, numbers: Iterable[int] | None = None) -> _Parents:
+    order = " ORDER BY object_id, position"
     found: _Parents = {}
-    for number, _, parent in rows:
+    for number, parent in (
+        rows(connection, _MORE_PARENTS + order)
+        if numbers is None
+        else rows_by_key(connection, f"{_MORE_PARENTS} WHERE object_id {{keys}}{order}", numbers)
+    ):
         found[number] = (*found.get(number, ()), parent)
     return found
 
@@ -124,29 +140,28 @@ def _parents(number: int, first: bytes | None, more: _Parents) -> tuple[bytes, .
     return () if first is None else (first, *more[number]) if number in more else (first,)
 
 
-def read_line(connection: Connection, start: bytes, *, most: int, until: bytes | None = None) -> list[bytes]:
+def read_line(connection: AnyConnection, start: bytes, *, most: int, until: bytes | None = None) -> list[bytes]:
     """The commit `start`, its first parent, that one's first parent and so on.
 
     Args:
         most: At most so many; the cost follows them, not the repository.
         until: End there.
     """
-    rows = connection.execute(text(_LINE), {"start": start, "most": most, "until": until or b""})
-    return [bytes(digest) for (digest,) in rows]
+    return [digest for (digest,) in rows(connection, _LINE, start=start, most=most, until=until or b"")]
 
 
 _LINE_COMMITS = (8, 64)
 """A line costs ten times what the graph costs for a commit: that is worth it near the ends alone."""
 
 
-def meeting(connection: Connection, first: bytes, other: bytes) -> bytes | None:
+def meeting(connection: AnyConnection, first: bytes, other: bytes) -> bytes | None:
     """The commit where two lines of first parents meet, the best that both have in common; None: look at the graph.
 
     That is so if no merge comes before it, and it is not far back: the cost does not follow the repository.
     """
     for most in _LINE_COMMITS:
         one, another = (
-            [(bytes(row.digest), row[-1]) for row in connection.execute(text(LINE), {"start": start, "most": most})]
+            [(digest, merge) for _, digest, _, merge in rows(connection, _LINE_LOG, start=start, most=most)]
             for start in (first, other)
         )
         places = {digest: at for at, (digest, _) in enumerate(another)}
@@ -157,25 +172,24 @@ def meeting(connection: Connection, first: bytes, other: bytes) -> bytes | None:
     return None
 
 
-def read_lineage(connection: Connection, numbers: Iterable[int]) -> dict[int, tuple[LineageEdge, ...]]:
+def read_lineage(connection: AnyConnection, numbers: Iterable[int]) -> dict[int, tuple[LineageEdge, ...]]:
     """Number of a commit -> its edges; commits without any are left out."""
-    if connection.execute(select(LINEAGE.c.object_id).limit(1)).scalar() is None:
+    if not rows(connection, "SELECT object_id FROM t_lineage LIMIT 1"):
         return {}
     found: dict[int, tuple[LineageEdge, ...]] = {}
-    for number, _, kind, target, note in _LINEAGE.rows(connection, numbers):
+    for number, kind, target, note in rows_by_key(connection, _LINEAGE, numbers):
         found[number] = (*found.get(number, ()), LineageEdge(kind, Digest(target), note))
     return found
 
 
-def all_lineage(connection: Connection) -> list[tuple[bytes, LineageEdge]]:
+def all_lineage(connection: AnyConnection) -> list[tuple[bytes, LineageEdge]]:
     """(commit, edge) for every edge, by the commit's number and in its order."""
-    query = (
-        select(COMMITS.c.digest, LINEAGE.c.kind, LINEAGE.c.target, LINEAGE.c.note)
-        .join(COMMITS, COMMITS.c.object_id == LINEAGE.c.object_id)
-        .order_by(LINEAGE.c.object_id, LINEAGE.c.position)
+    found = rows(
+        connection,
+        "SELECT c.digest, l.kind, l.target, l.note FROM t_lineage l JOIN t_commits c ON c.object_id = l.object_id "
+        "ORDER BY l.object_id, l.position",
     )
-    rows = connection.execute(query)
-    return [(digest, LineageEdge(kind, Digest(target), note)) for digest, kind, target, note in rows]
+    return [(digest, LineageEdge(kind, Digest(target), note)) for digest, kind, target, note in found]
 
 
 # --- the commits that some heads lead to ----------------------------------------------------
@@ -190,7 +204,7 @@ class _Node(NamedTuple):
 
 
 def walk(
-    connection: Connection, starts: Iterable[bytes], *, first_parent: bool, whole: bool = False,
+    connection: AnyConnection, starts: Iterable[bytes], *, first_parent: bool, whole: bool = False,
     more: Mapping[bytes, CommitRow] = MappingProxyType({}),
 ) -> list[tuple[int, bytes]]:  # fmt: skip
     """The numbers and ids of all commits that `starts` lead to, in the order of the log.
@@ -207,7 +221,9 @@ def walk(
     nodes = {digest: _Node(0, row.time_us, tuple(row.parents)[:most]) for digest, row in more.items()}
     nodes |= {
         digest: _Node(number, time_us, _parents(number, first, further)[:most])
-        for digest, number, time_us, first in rows_of(connection, _NODES)
+        for digest, number, time_us, first in rows(
+            connection, "SELECT digest, object_id, time_us, first_parent FROM t_commits"
+        )
     }
     heads = list(starts)
     for head in heads:
@@ -220,8 +236,24 @@ def walk(
     return [(nodes[digest].object_id, digest) for digest in order]
 
 
+def _line_as_log(
+    connection: AnyConnection, start: bytes, *, most: int, first_parent: bool, whole: bool
+) -> list[tuple[int, bytes]] | None:
+    """Numbers and ids of the first `most` commits of the log of `start`, if they are one line; None: they are not.
+
+    Up to a merge, only one commit may come next.
+    """
+    line = rows(connection, _LINE_LOG, start=start, most=most)
+    if not line or (not first_parent and any(merge for *_, merge in line[:-1])):
+        return None
+    _, _, parent, merge = line[-1]
+    if len(line) < most and (parent is not None and (whole or merge)):
+        return None  # an unknown parent, or the way goes on behind a merge: whoever reads all knows what to do
+    return [(number, digest) for number, digest, *_ in line]
+
+
 def log(
-    index: Index,
+    index: Index | PlainIndex,
     starts: Iterable[bytes],
     *,
     limit: int | None = None,
@@ -246,8 +278,7 @@ def log(
     with index.reading() as connection:
         found = None
         if limit and len(heads) == 1 and not wanted and not more:
-            line = connection.execute(text(LINE), {"start": heads[0], "most": limit}).all()
-            found = line_as_log(line, most=limit, first_parent=first_parent, whole=whole)
+            found = _line_as_log(connection, heads[0], most=limit, first_parent=first_parent, whole=whole)
         if found is None:
             found = walk(connection, heads, first_parent=first_parent, whole=whole, more=more)
         if wanted:
@@ -256,14 +287,16 @@ def log(
     return _rows(index, found[:limit], more)
 
 
-def _rows(index: Index, found: Sequence[tuple[int, bytes]], more: Mapping[bytes, CommitRow]) -> Iterator[CommitRow]:
+def _rows(
+    index: Index | PlainIndex, found: Sequence[tuple[int, bytes]], more: Mapping[bytes, CommitRow]
+) -> Iterator[CommitRow]:
     for batch in batches(found, _COMMITS_PER_READ):
         stored = [each for each in batch if each[0]] if more else batch
-        rows = index.read(read_commits_again, stored) if stored else []
+        known = index.read(read_commits_again, stored) if stored else []
         if len(stored) == len(batch):
-            yield from rows
+            yield from known
             continue
-        by_id = {row.digest: row for row in rows}
+        by_id = {row.digest: row for row in known}
         yield from (
             by_id[digest] if number else more[digest] for number, digest in batch if not number or digest in by_id
         )
@@ -279,12 +312,14 @@ class CommitSize(NamedTuple):
     new_bytes: int
 
 
-def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool = False) -> list[CommitSize]:
+def read_sizes(connection: AnyConnection, starts: Iterable[bytes], *, whole: bool = False) -> list[CommitSize]:
     """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
     more = _more_parents(connection)
     order = walk(connection, starts, first_parent=False, whole=whole)
     found = {}
-    for number, digest, root, first, packed in rows_of(connection, _SIZES):
+    for number, digest, root, first, packed in rows(
+        connection, "SELECT object_id, digest, root, first_parent, stats FROM t_commits"
+    ):
         stats, parents = read_json(packed), _parents(number, first, more)
         total, new = int(stats.get("total_bytes", 0)), int(stats.get("new_bytes", 0))
         found[number] = CommitSize(digest, root, parents, total, new)
@@ -302,44 +337,42 @@ class CommitLinks(NamedTuple):
     parents: tuple[bytes, ...]
 
 
-def read_links(connection: Connection) -> dict[bytes, CommitLinks]:
+def read_links(connection: AnyConnection) -> dict[bytes, CommitLinks]:
     """Commit -> what it names, for every commit that the index knows."""
     more = _more_parents(connection)
     return {
         digest: CommitLinks(root, layout, _parents(number, first, more))
-        for number, digest, root, layout, first in rows_of(connection, _LINKS)
+        for number, digest, root, layout, first in rows(
+            connection, "SELECT object_id, digest, root, layout, first_parent FROM t_commits"
+        )
     }
 
 
-def read_links_and_packs(connection: Connection) -> tuple[dict[bytes, CommitLinks], set[str]]:
+def read_links_and_packs(connection: AnyConnection) -> tuple[dict[bytes, CommitLinks], set[str]]:
     """`read_links`, and the names of the packs that were known at the same moment."""
-    return read_links(connection), set(connection.execute(select(PACKS.c.name)).scalars())
+    return read_links(connection), {name for (name,) in rows(connection, "SELECT name FROM t_packs")}
 
 
-def metric_names(connection: Connection) -> list[str]:
+def metric_names(connection: AnyConnection) -> list[str]:
     """The names of all metrics, sorted."""
-    return sorted(connection.execute(select(METRICS.c.name).distinct()).scalars())
+    return sorted(name for (name,) in rows(connection, "SELECT DISTINCT name FROM t_metrics"))
 
 
 def ranked(
-    connection: Connection, name: str, *, largest: bool, among: Collection[bytes], limit: int
+    connection: AnyConnection, name: str, *, largest: bool, among: Collection[bytes], limit: int
 ) -> list[tuple[bytes, float]]:
     """Up to `limit` commits of `among` and their value of the metric `name`, the best first.
 
     A value that is not finite is never better than one that is; NaN, which is null, is the last.
     """
-    value = METRICS.c.value
-    place = case((value.is_(None), 2), (func.abs(value) == math.inf, 1), else_=0)
-    best = value.desc() if largest else value.asc()
-    query = (
-        select(COMMITS.c.digest, METRICS.c.value)
-        .join(COMMITS, COMMITS.c.object_id == METRICS.c.object_id)
-        .where(METRICS.c.name == name)
-        .order_by(place, best, COMMITS.c.time_us, COMMITS.c.object_id)
-    )
+    query = f"""
+        SELECT c.digest, m.value FROM t_metrics m JOIN t_commits c ON c.object_id = m.object_id WHERE m.name = :name
+        ORDER BY CASE WHEN m.value IS NULL THEN 2 WHEN abs(m.value) = :infinite THEN 1 ELSE 0 END,
+        m.value {"DESC" if largest else "ASC"}, c.time_us, c.object_id
+    """
     wanted = among if isinstance(among, (set, frozenset)) else set(among)
     found: list[tuple[bytes, float]] = []
-    for digest, value in connection.execute(query):
+    for digest, value in rows(connection, query, name=name, infinite=math.inf):
         if len(found) >= limit:
             break
         if digest in wanted:
@@ -347,17 +380,16 @@ def ranked(
     return found
 
 
-def commits_of_root(connection: Connection, root: bytes) -> list[bytes]:
+def commits_of_root(connection: AnyConnection, root: bytes) -> list[bytes]:
     """The ids of all commits of the tree `root`, the oldest row first."""
-    query = select(COMMITS.c.digest).where(COMMITS.c.root == root).order_by(COMMITS.c.object_id)
-    return list(connection.execute(query).scalars())
+    query = "SELECT digest FROM t_commits WHERE root = :root ORDER BY object_id"
+    return [digest for (digest,) in rows(connection, query, root=root)]
 
 
-def youngest_of_roots(connection: Connection, roots: Iterable[bytes]) -> dict[bytes, bytes]:
+def youngest_of_roots(connection: AnyConnection, roots: Iterable[bytes]) -> dict[bytes, bytes]:
     """State -> the youngest commit of it that the index knows; reads all commits for each some hundred states."""
-    c = COMMITS.c
-    rows = rows_for(connection, select(c.root, c.digest, c.time_us), c.root, roots)
-    return {row.root: row.digest for row in sorted(rows, key=lambda row: (row.time_us, row.digest))}
+    found = rows_by_key(connection, "SELECT time_us, digest, root FROM t_commits WHERE root {keys}", roots)
+    return {root: digest for _, digest, root in sorted(found)}
 
 
 # --- the commits that meet some conditions: those of a filtered log ---------------------------
@@ -365,32 +397,115 @@ def youngest_of_roots(connection: Connection, roots: Iterable[bytes]) -> dict[by
 _WILD = frozenset("*?[")
 
 
-def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
+def matching(connection: AnyConnection, wanted: CommitFilter) -> set[int]:
     """The numbers of all commits that `wanted` lets through."""
-    c, m = COMMITS.c, METRICS.c
-    query = select(c.object_id)
-    if wanted.since_us is not None:
-        query = query.where(c.time_us >= wanted.since_us)
-    if wanted.until_us is not None:
-        query = query.where(c.time_us <= wanted.until_us)
-    if wanted.first_step is not None:
-        query = query.where(c.step >= wanted.first_step)
-    if wanted.last_step is not None:
-        query = query.where(c.step <= wanted.last_step)
-    for bound in wanted.metrics:
-        holds = getattr(m.value, SIGNS[bound.sign])(bound.value)
-        query = query.where(exists(select(m.object_id).where(m.object_id == c.object_id, m.name == bound.name, holds)))
+    conditions, values = ["1 = 1"], dict[str, Any]()
+    for condition, name, value in (
+        ("c.time_us >= :since_us", "since_us", wanted.since_us),
+        ("c.time_us <= :until_us", "until_us", wanted.until_us),
+        ("c.step >= :first_step", "first_step", wanted.first_step),
+        ("c.step <= :last_step", "last_step", wanted.last_step),
+    ):
+        if value is not None:
+            conditions.append(condition)
+            values[name] = value
+    for at, bound in enumerate(wanted.metrics):
+        conditions.append(
+            "EXISTS (SELECT 1 FROM t_metrics m WHERE m.object_id = c.object_id "
+            f"AND m.name = :metric{at} AND m.value {SIGNS[bound.sign]} :value{at})"
+        )
+        values |= {f"metric{at}": bound.name, f"value{at}": float(bound.value)}
     if wanted.world_size is not None or wanted.axes:
-        query = query.where(c.layout.in_(layouts_with(wanted.world_size, wanted.axes)))
+        conditions.append(f"c.layout IN ({_layouts_with(wanted, values)})")
+    found = rows(
+        connection, f"SELECT c.object_id, c.author FROM t_commits c WHERE {' AND '.join(conditions)}", **values
+    )
     if wanted.author is None:
-        return set(connection.execute(query).scalars())
-    return {row.object_id for row in rows_for(connection, query, c.author, _authors(connection, wanted.author))}
+        return {number for number, _ in found}
+    pattern = wanted.author.casefold()
+    names = {name: _is_author(name.casefold(), pattern) for _, name in found}
+    return {number for number, name in found if names[name]}
 
 
-def _authors(connection: Connection, wanted: str) -> list[str]:
-    """The distinct authors that are meant."""
-    pattern = wanted.casefold()
-    names = connection.execute(select(COMMITS.c.author).distinct()).scalars()
-    if _WILD.isdisjoint(pattern):
-        return [name for name in names if pattern in name.casefold()]
-    return [name for name in names if fnmatchcase(name.casefold(), pattern)]
+def _is_author(name: str, pattern: str) -> bool:
+    return pattern in name if _WILD.isdisjoint(pattern) else fnmatchcase(name, pattern)
+
+
+def _layouts_with(wanted: CommitFilter, values: dict[str, Any]) -> str:
+    """A query: the ids of the layouts of so many ranks that have meshes with all of these dimensions.
+
+    A join might begin at the objects, millions of them.
+    """
+    conditions = ["1 = 1"]
+    if wanted.world_size is not None:
+        conditions.append("y.world_size = :world_size")
+        values["world_size"] = wanted.world_size
+    for at, axis in enumerate(wanted.axes):
+        size = "" if axis.size is None else f" AND a.size = {int(axis.size)}"
+        conditions.append(
+            f"EXISTS (SELECT 1 FROM t_layout_axes a WHERE a.object_id = y.object_id AND a.name = :axis{at}{size})"
+        )
+        values[f"axis{at}"] = storable(axis.name)
+    digest = "(SELECT o.digest FROM t_objects o WHERE o.object_id = y.object_id)"
+    return f"SELECT {digest} FROM t_layouts y WHERE {' AND '.join(conditions)}"
+
+
+# --- what restores prove --------------------------------------------------------------------------
+
+
+def proven(connection: AnyConnection, roots: Iterable[bytes]) -> dict[bytes, int]:
+    """State -> when the last restore that proves it began, in microseconds; states that none proves are left out."""
+    if not rows(connection, "SELECT restore_id FROM t_restores LIMIT 1"):
+        return {}
+    query = """
+        SELECT root, max(started_us) FROM t_restores WHERE complete = 1 AND error IS NULL AND root {keys} GROUP BY root
+    """
+    return dict(rows_by_key(connection, query, roots))
+
+
+# --- an index in a file, without SQLAlchemy ---------------------------------------------------------
+
+_BUSY_TIMEOUT_S = 1.0
+
+
+class PlainIndex:
+    """An index in a file of SQLite at one moment, for the questions of this module, by the driver alone."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """As `Index.reading`."""
+        yield self._connection
+
+    def read(self, question: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `Index.read`."""
+        return question(self._connection, *args, **kwargs)
+
+
+@contextmanager
+def plain_index(path: Path, *, store_id: str) -> Iterator[PlainIndex]:
+    """The index in the file `path`, if it is of the newest schema and of the store that is meant.
+
+    Raises:
+        NotFoundError, CorruptionError: it is not, or not as usual in another way: open it by `Index.open`.
+    """
+    if not path.is_file() or not may_write(path):
+        raise NotFoundError(f"index {path}: there is none that this user may write")
+    lock = OpenLock(path, read_only=False)
+    try:
+        uri = f"file:{quote(os.fsencode(path))}?mode=rw"
+        with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as connection:
+            for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "query_only=ON"):
+                connection.execute("PRAGMA " + pragma)
+            connection.execute("BEGIN")
+            revision = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+            store = connection.execute("SELECT value FROM t_meta WHERE key = 'store_id'").fetchall()
+            if revision != [(REVISIONS[-1],)] or store != [(store_id,)]:
+                raise NotFoundError(f"index {path}: it is of another store or schema")
+            yield PlainIndex(connection)
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        raise CorruptionError(f"index {path}: {error}") from error
+    finally:
+        lock.close()

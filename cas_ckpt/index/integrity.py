@@ -22,7 +22,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Table, exists, fu
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.contents import PARTIAL, location_row, rows_of_commit
-from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, upsert
+from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.layouts import layout_differs
@@ -62,6 +62,7 @@ from cas_ckpt.index.schema import (
     VALUES,
     VIEWS_VERSION,
 )
+from cas_ckpt.index.statements import batches
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject

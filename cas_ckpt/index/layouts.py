@@ -18,12 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, exists, select
+from sqlalchemy import Connection, Table, select
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.database import OBJECTS_BY_ID, execute, insert_missing
 from cas_ckpt.index.db_errors import REBUILD
-from cas_ckpt.index.filters import AxisBound
 from cas_ckpt.index.schema import (
     DIVISION_AXES,
     DIVISION_BOXES,
@@ -32,7 +31,6 @@ from cas_ckpt.index.schema import (
     LAYOUT_AXES,
     LAYOUT_MESHES,
     LAYOUTS,
-    OBJECTS,
     PLACEMENTS,
 )
 from cas_ckpt.index.texts import storable
@@ -163,23 +161,6 @@ def drop_layouts(connection: Connection) -> None:
     """Remove the rows of the layouts whose numbers are in the table `orphaned`."""
     for table in _ALL:
         execute(connection, f"DELETE FROM {table.name} WHERE object_id IN (SELECT object_id FROM orphaned)")
-
-
-# --- which layouts meet conditions ---------------------------------------------------------------
-
-
-def layouts_with(world_size: int | None, axes: Sequence[AxisBound]) -> Select[tuple[bytes]]:
-    """A query: the ids of the layouts of so many ranks that have meshes with all of these dimensions."""
-    digest = select(OBJECTS.c.digest).where(OBJECTS.c.object_id == LAYOUTS.c.object_id).correlate(LAYOUTS)
-    query = select(digest.scalar_subquery()).select_from(LAYOUTS)  # a join might begin at the objects, millions of them
-    if world_size is not None:
-        query = query.where(LAYOUTS.c.world_size == world_size)
-    a = LAYOUT_AXES.c
-    for axis in axes:
-        found = select(a.object_id).where(a.object_id == LAYOUTS.c.object_id, a.name == storable(axis.name))
-        of_size = found if axis.size is None else found.where(a.size == axis.size)
-        query = query.where(exists(of_size.correlate(LAYOUTS)))
-    return query
 
 
 # --- and back ------------------------------------------------------------------------------------

@@ -28,9 +28,7 @@ from sqlalchemy import Index as TableIndex
 from cas_ckpt.index import promises
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now, has_deltas
 from cas_ckpt.index.database import (
-    KEYS_PER_QUERY,
     KeyQuery,
-    batches,
     execute,
     fill_numbers,
     insert_missing,
@@ -40,6 +38,7 @@ from cas_ckpt.index.database import (
 )
 from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.schema import COMMITS, NOWHERE, PACKS
+from cas_ckpt.index.statements import KEYS_PER_QUERY, batches
 from cas_ckpt.index.usage import measure
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind

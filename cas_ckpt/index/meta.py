@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from sqlalchemy import Connection, delete, select
 
-from cas_ckpt.index.database import KEYS_PER_QUERY, KeyQuery, batches, insert_missing, upsert
+from cas_ckpt.index.database import KeyQuery, insert_missing, upsert
 from cas_ckpt.index.rows import RefRow, RefState
 from cas_ckpt.index.schema import FORGOTTEN, HEADS, META, REF_MOVES, REF_RECORDS, REFS
+from cas_ckpt.index.statements import KEYS_PER_QUERY, batches
 from cas_ckpt.index.texts import storable
 
 STORE = "store_id"

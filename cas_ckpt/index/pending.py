@@ -13,10 +13,11 @@ from sqlalchemy import Connection, delete, select
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import manifests
 from cas_ckpt.index.contents import rows_of_commit
-from cas_ckpt.index.database import KEYS_PER_QUERY, OBJECTS_BY_ID, batches, insert_missing, rows_for, rows_of
+from cas_ckpt.index.database import OBJECTS_BY_ID, insert_missing, rows_for, rows_of
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import COMMIT_TEXTS, PACKS, PENDING
+from cas_ckpt.index.statements import KEYS_PER_QUERY, batches
 
 T = TypeVar("T")
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Float, Select, case, cast, delete, func, select
 
-from cas_ckpt.index.database import KEYS_PER_QUERY, batches, insert_missing, rows_for
+from cas_ckpt.index.database import insert_missing, rows_for
 from cas_ckpt.index.schema import PLAN_RANKS, PLAN_SHAPES, PLANS
+from cas_ckpt.index.statements import KEYS_PER_QUERY, batches
 from cas_ckpt.index.texts import storable
 
 MOST_PLANS = 1000

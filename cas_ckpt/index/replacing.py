@@ -23,21 +23,14 @@ from sqlalchemy import Connection, MetaData, Select, Table, delete, select
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
 from cas_ckpt.index import contents, integrity, plans
 from cas_ckpt.index.candidates import EXAMINED
-from cas_ckpt.index.database import (
-    Database,
-    batches,
-    database_beside,
-    insert_missing,
-    table_names,
-    unguarded_file,
-    unlink_files,
-)
+from cas_ckpt.index.database import Database, database_beside, insert_missing, table_names, unguarded_file, unlink_files
 from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, NEWER, STORE, write_meta
 from cas_ckpt.index.open_lock import while_closed
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REFS, REMEMBERED, SCRUBS, former_name
+from cas_ckpt.index.statements import batches
 
 _DERIVED_KEYS = (EXAMINED, MADE, NEWER)
 """Those of `meta` that follow from packs."""

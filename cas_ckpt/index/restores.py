@@ -10,7 +10,6 @@ that are gone stay in the log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +32,6 @@ _LAST = select(func.max(RESTORES.c.restore_id))
 _COUNT = select(func.count()).select_from(RESTORES)
 _OF_STATE = KeyQuery(select(RESTORES.c.restore_id, RESTORES.c.complete, RESTORES.c.error.is_(None)), RESTORES.c.root)
 _PROVES = (RESTORES.c.complete == 1) & RESTORES.c.error.is_(None)
-_PROVEN = KeyQuery(
-    select(RESTORES.c.root, func.max(RESTORES.c.started_us)).where(_PROVES).group_by(RESTORES.c.root), RESTORES.c.root
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +100,6 @@ def _row(row: Any) -> RestoreRow:
         int(row.world_size), int(row.started_us), float(row.seconds),
         None if row.num_bytes is None else int(row.num_bytes), row.author, row.host, bool(row.complete), row.error,
     )  # fmt: skip
-
-
-def proven(connection: Connection, roots: Iterable[bytes]) -> dict[bytes, int]:
-    """State -> when the last restore that proves it began, in microseconds; states that none proves are left out."""
-    if rows_of(connection, _LAST)[0][0] is None:
-        return {}
-    return {bytes(root): int(started_us) for root, started_us in _PROVEN.rows(connection, roots)}
 
 
 def proven_commits(connection: Connection) -> dict[bytes, int]:

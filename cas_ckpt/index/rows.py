@@ -167,3 +167,56 @@ class IndexStats:
     num_commits: int
     num_edges: int
     num_missing: int
+
+
+# --- what the commits of a filtered log are to say ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AxisBound:
+    """A dimension that some mesh of a layout is to have: its name, and its size if that matters."""
+
+    name: str
+    size: int | None = None
+
+
+SIGNS: Mapping[str, str] = {"<": "<", "<=": "<=", ">": ">", ">=": ">=", "==": "=", "!=": "<>"}
+"""How a metric may be compared, and how SQL says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricBound:
+    """A comparison of one metric with a number; commits without that metric do not meet it."""
+
+    name: str
+    sign: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFilter:
+    """What wanted commits say. None, or an empty tuple, is not a condition.
+
+    Attributes:
+        since_us, until_us: Microseconds since the epoch, both included.
+        first_step, last_step: Steps, both included; commits without a step meet neither.
+        metrics: All of these comparisons.
+        author: Part of the author's name, or a pattern (*, ?, [...]) of the whole; case counts for nothing.
+        world_size: Ranks that made the commit.
+        axes: Dimensions that meshes of its layout are to have, all of them.
+    """
+
+    since_us: int | None = None
+    until_us: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    metrics: tuple[MetricBound, ...] = ()
+    author: str | None = None
+    world_size: int | None = None
+    axes: tuple[AxisBound, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != _EVERYTHING
+
+
+_EVERYTHING = CommitFilter()

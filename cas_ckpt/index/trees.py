@@ -24,11 +24,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_by_number
+from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.manifests import FLAVOR_STEP, exact_name
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import RAW_NAMES
+from cas_ckpt.index.statements import rows_by_key
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import EntryForm, name_order
@@ -62,25 +63,23 @@ _UNEXACT = "\ufffd"
 
 _ROWS = """
     SELECT e.node_id, e.position, e.name, e.form, e.spec_id, e.child_id, e.data FROM t_entries e
-    WHERE e.node_id {numbers} {filter} ORDER BY e.node_id, e.position
+    WHERE e.node_id {keys} {filter} ORDER BY e.node_id, e.position
 """
-_PAGES = (
-    "SELECT e.node_id, e.name, e.child_id FROM t_entries e WHERE e.node_id {numbers} ORDER BY e.node_id, e.position"
-)
+_PAGES = "SELECT e.node_id, e.name, e.child_id FROM t_entries e WHERE e.node_id {keys} ORDER BY e.node_id, e.position"
 _COUNTS = f"""
     SELECT e.node_id, e.form, e.spec_id, CASE WHEN e.form = {CONTAINER} THEN e.child_id END, COUNT(*) FROM t_entries e
-    WHERE e.node_id {{numbers}} GROUP BY 1, 2, 3, 4
+    WHERE e.node_id {{keys}} GROUP BY 1, 2, 3, 4
 """
 _TREES = """
     SELECT t.node_id, t.kind, t.height, t.num_entries, t.attrs, CASE WHEN t.num_entries = 0 OR EXISTS (
         SELECT 1 FROM t_entries e WHERE e.node_id = t.node_id AND e.position = t.num_entries - 1
-    ) THEN 1 ELSE 0 END FROM t_trees t WHERE t.node_id {numbers}
+    ) THEN 1 ELSE 0 END FROM t_trees t WHERE t.node_id {keys}
 """
 _RAW_NAMES = KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id)
 _UNEXACT_NODES = "SELECT r.node_id FROM t_raw_names r"
 """Nodes that list names which no text of a database can be compared with."""
 
-_DIGESTS = "SELECT o.object_id, o.digest FROM t_objects o WHERE o.object_id {numbers}"
+_DIGESTS = "SELECT o.object_id, o.digest FROM t_objects o WHERE o.object_id {keys}"
 
 
 class Alike(NamedTuple):
@@ -167,7 +166,7 @@ def read_trees(connection: Connection, numbers: Collection[int]) -> dict[int, Tr
 
 def _read_nodes(connection: Connection, numbers: Collection[int]) -> dict[int, Tree]:
     """What these nodes are, pages too."""
-    found = {row[0]: Tree(*row[1:]) for row in rows_by_number(connection, _TREES, numbers)}
+    found = {row[0]: Tree(*row[1:]) for row in rows_by_key(connection, _TREES, numbers)}
     if len(found) < len(set(numbers)):
         _raise_missing(connection, set(numbers) - found.keys())
     return found
@@ -175,7 +174,7 @@ def _read_nodes(connection: Connection, numbers: Collection[int]) -> dict[int, T
 
 def read_digests(connection: Connection, numbers: Iterable[int]) -> dict[int, Digest]:
     """Number -> id of objects."""
-    return {number: Digest(digest) for number, digest in rows_by_number(connection, _DIGESTS, numbers)}
+    return {number: Digest(digest) for number, digest in rows_by_key(connection, _DIGESTS, numbers)}
 
 
 def _raise_missing(connection: Connection, numbers: Collection[int]) -> None:
@@ -219,7 +218,7 @@ def count_rows(connection: Connection, trees: Mapping[int, Tree]) -> dict[int, l
     """
     fronts, wanted = _fronts(connection, trees, ANY_NAME, None)
     found: dict[int, list[Alike]] = {node: [] for node in wanted}
-    for node, *alike in rows_by_number(connection, _COUNTS, wanted):
+    for node, *alike in rows_by_key(connection, _COUNTS, wanted):
         found[node].append(Alike(*alike))
     missing = [node for node, tree in wanted.items() if sum(one.times for one in found[node]) != tree.num_entries]
     if missing:
@@ -311,7 +310,7 @@ def _read_rows(
         conditions.append(f"({likes} OR e.node_id IN ({_UNEXACT_NODES}))")
     condition = f"AND (e.form = {CONTAINER} OR {' AND '.join(conditions)})" if conditions else ""
     found: dict[int, Sequence[Row]] = dict.fromkeys(trees, ())
-    for node, rows in groupby(rows_by_number(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
+    for node, rows in groupby(rows_by_key(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
         found[node] = list(rows)
     if conditions:
         # Whoever finds the one name that was asked for need not know whether all others are there.
@@ -359,7 +358,7 @@ def _read_pages(
 ) -> dict[int, Sequence[_Front]]:
     """Node -> the pages that it names, in order, each with its first name."""
     found: dict[int, list[_Front]] = {number: [] for number in numbers}
-    for number, first, page in rows_by_number(connection, _PAGES, numbers):
+    for number, first, page in rows_by_key(connection, _PAGES, numbers):
         if page is not None:
             found[number].append((page, first))
     missing = [number for number, pages in found.items() if len(pages) != trees[number].num_entries]

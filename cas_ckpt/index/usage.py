@@ -30,12 +30,12 @@ from cas_ckpt.index.database import (
     insert_missing,
     key_column,
     number_table,
-    rows_by_number,
     rows_for,
     scratch_tables,
 )
 from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
 from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, NOWHERE, OBJECTS, PACKS
+from cas_ckpt.index.statements import rows_by_key
 from cas_ckpt.index.trees import read_digests
 from cas_ckpt.objects.digest import Digest, ObjectKind
 
@@ -282,16 +282,16 @@ _SPREAD = """
     SELECT placed.parent_id, placed.child_id, o.kind FROM (
         SELECT e.parent_id, e.child_id, ROW_NUMBER() OVER (PARTITION BY e.parent_id ORDER BY e.child_id) - 1 AS place,
             COUNT(*) OVER (PARTITION BY e.parent_id) AS num_children
-        FROM t_edges e WHERE e.parent_id {numbers}
+        FROM t_edges e WHERE e.parent_id {keys}
     ) AS placed CROSS JOIN t_objects o
     WHERE (placed.place * :most + placed.num_children / 2) % placed.num_children < :most
         AND o.object_id = placed.child_id
 """
 """Children in equal distances by age, and not the oldest, which is the likeliest to be in other commits too."""
 
-_CHILDREN = "SELECT e.parent_id, e.child_id FROM t_edges e WHERE e.parent_id {numbers}"
+_CHILDREN = "SELECT e.parent_id, e.child_id FROM t_edges e WHERE e.parent_id {keys}"
 _PLAIN_BYTES = """
-    SELECT DISTINCT l.object_id, l.num_bytes FROM t_locations l WHERE l.object_id {numbers} AND l.pack_id <> 0
+    SELECT DISTINCT l.object_id, l.num_bytes FROM t_locations l WHERE l.object_id {keys} AND l.pack_id <> 0
 """
 
 
@@ -305,19 +305,19 @@ def some_chunks(connection: Connection, tensors: Collection[bytes], *, most: int
     kinds = {number: kind for _, number, kind in OBJECTS_BY_ID.rows(connection, tensors)}
     chunks = {number for number, kind in kinds.items() if kind == ObjectKind.CHUNK}
     pages: dict[int, list[int]] = {}
-    for tensor, child, kind in rows_by_number(connection, _SPREAD, kinds.keys() - chunks, most=most):
+    for tensor, child, kind in rows_by_key(connection, _SPREAD, kinds.keys() - chunks, most=most):
         if kind == ObjectKind.CHUNK_PAGE:
             pages.setdefault(tensor, []).append(child)
         else:
             chunks.add(child)
     behind: dict[int, list[int]] = {}
-    for page, chunk in rows_by_number(connection, _CHILDREN, {page for named in pages.values() for page in named}):
+    for page, chunk in rows_by_key(connection, _CHILDREN, {page for named in pages.values() for page in named}):
         behind.setdefault(page, []).append(chunk)
     for named in pages.values():
         every = sorted({chunk for page in named for chunk in behind.get(page, ())})
         count = min(most, len(every))
         chunks.update(every[(2 * at + 1) * len(every) // (2 * count)] for at in range(count))
-    sizes = dict(rows_by_number(connection, _PLAIN_BYTES, chunks))
+    sizes = dict(rows_by_key(connection, _PLAIN_BYTES, chunks))
     return {digest: sizes[number] for number, digest in read_digests(connection, sizes).items()}
 
 

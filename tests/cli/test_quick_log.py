@@ -50,6 +50,7 @@ def grown(folder: Path, seed: int, *, commits: int = 25, merges: bool = True) ->
         repo.branch("b2", start="main", force=True)
         repo.tag("v1", "main~1")
         repo.pin("main~2", name="paper")
+        repo.commit({"w": np.zeros(3, np.float32)}, branch="b1", lineage=[Lineage("fine-tune-of", "main")])
         heads = {*repo.branches().values(), *repo.tags().values(), repo.log("main")[2].id}
         plain = [each.id for each in repo.log("main") if each.id not in heads]
         given_up = [one for one in plain[2:6:2] if one not in {pin.commit for pin in repo.pins()}]
@@ -74,7 +75,7 @@ def agree(place: Path, *, limits: Sequence[int | None] = (None, 2, 7)) -> None:
                     assert quick.names == names
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_quick_way_and_the_whole_way_say_the_same(tmp_path: Path, seed: int) -> None:
     agree(grown(tmp_path / "repo", seed, merges=seed > 0))
 
@@ -106,11 +107,6 @@ def run_sql(statement: str) -> Callable[[Path], None]:
     return run
 
 
-def tune(place: Path) -> None:
-    with Repository.open(place, group=None) as repo:
-        repo.commit({"w": np.zeros(3, np.float32)}, lineage=[Lineage("fine-tune-of", "main")])
-
-
 def add_a_remote(place: Path) -> None:
     with Repository.open(place, group=None) as repo:
         repo.add_remote("origin", place.with_name("elsewhere"))
@@ -131,7 +127,6 @@ UNUSUAL: dict[str, Callable[[Path], None]] = {
     "the index is of another version": run_sql("UPDATE alembic_version SET version_num = '0003'"),
     "a parent is not known": run_sql("DELETE FROM t_commits WHERE message LIKE 'number 2%'"),
     "a row is damaged": run_sql("UPDATE t_commits SET stats = '[1' WHERE message LIKE 'number 2%'"),
-    "a state was made from another": tune,
     "there are settings": add_a_remote,
     "a ref is damaged": lambda place: ((place / "refs/heads/b1.ref").write_bytes(b"x") and None) or None,
     "the repository is gone": lambda place: (place / "config").unlink(),
@@ -173,7 +168,7 @@ def test_the_first_commits_of_a_log_cost_the_same_however_many_merges_there_are(
     def cost() -> int:
         steps[0] = 0
         with monkeypatch.context() as patch:
-            patch.setattr("cas_ckpt.index.log_reader.sqlite3.connect", counted)
+            patch.setattr("cas_ckpt.index.history.sqlite3.connect", counted)
             quick = quick_log(str(place), limit=3)
         assert quick is not None and len(quick.commits) == 3
         return steps[0]

@@ -13,9 +13,8 @@ from sqlalchemy import func, select
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history, layouts
 from cas_ckpt.index.database import execute
-from cas_ckpt.index.filters import AxisBound, CommitFilter
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord
 from cas_ckpt.index.schema import DIVISION_BOXES, LAYOUT_AXES, LAYOUTS, METADATA, PLACEMENTS
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.layouts import (

@@ -79,15 +79,13 @@ class QueryTests:
         with pytest.raises(InvalidInputError, match="^sql: .*one statement|cannot insert multiple commands|syntax"):
             ask(index, query)
 
-    @pytest.mark.parametrize(
-        "query", ["SELECT 7", " SELECT 7 ; ", "SELECT 7;; -- ;", "/* ; ' */ SELECT 7 /* ; */;", "VALUES (7)"]
-    )
+    @pytest.mark.parametrize("query", ["SELECT 7", " SELECT 7 ; ", "/* ; ' */ SELECT 7 /* ; */;", "VALUES (7)"])
     def test_one_statement_may_end_as_people_end_it(self, index: Index, query: str) -> None:
         assert rows(index, query) == [(7,)]
 
     @pytest.mark.parametrize("query", ["", "  ", ";", "-- nothing\n", "/* nothing", "/* */ ;"])
     def test_no_statement_is_refused(self, index: Index, query: str) -> None:
-        with pytest.raises(InvalidInputError, match="there is no query|syntax error"):
+        with pytest.raises(InvalidInputError, match="there is no query|syntax error|unterminated"):
             ask(index, query)
 
     @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.index import restores
+from cas_ckpt.index import history, restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.schema import RESTORES
@@ -42,7 +42,7 @@ class RestoreTests:
         assert index.read(restores.read_restores, digest("nobody's")) == []
 
     def test_a_whole_restore_without_error_is_what_proves_a_state(self, index: Index) -> None:
-        assert index.read(restores.proven, [digest("root")]) == {}
+        assert index.read(history.proven, [digest("root")]) == {}
         write(
             index,
             restore("a", "r", at_s=10), restore("b", "r", at_s=20), restore("b", "r", at_s=30, **FAILED),
@@ -50,8 +50,8 @@ class RestoreTests:
             restore("d", "broken", at_s=60, **FAILED), restore("e", "older", at_s=5),
         )  # fmt: skip
         roots = list(map(digest, ("r", "part", "broken", "older", "never seen")))
-        assert index.read(restores.proven, roots) == {digest("r"): 20_000_000, digest("older"): 5_000_000}
-        assert index.read(restores.proven, roots[1:3]) == {}
+        assert index.read(history.proven, roots) == {digest("r"): 20_000_000, digest("older"): 5_000_000}
+        assert index.read(history.proven, roots[1:3]) == {}
         commits = {digest("a"): 1, digest("b"): 2, digest("e"): 7}  # by their place in the log
         assert index.read(restores.proven_commits) == commits
 
@@ -63,7 +63,7 @@ class RestoreTests:
         write(index, *(restore("a", at_s=at_s, **FAILED) for at_s in range(10, 16)))
         kept = [row.started_us // 1_000_000 for row in index.read(restores.read_restores)]
         assert kept == [15, 14, 13, 2]
-        assert index.read(restores.proven, [digest("root")]) == {digest("root"): 2_000_000}
+        assert index.read(history.proven, [digest("root")]) == {digest("root"): 2_000_000}
         monkeypatch.setattr(restores, "MOST_RESTORES", 4)
         write(index, restore("b", "other", at_s=20), restore("c", "third", at_s=21))
         kept = [row.started_us // 1_000_000 for row in index.read(restores.read_restores)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cas_ckpt.index import history
-from cas_ckpt.index.filters import CommitFilter, MetricBound
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.rows import CommitFilter, MetricBound
 from cas_ckpt.objects.nodes import LineageEdge
 from tests.index.building import commit_pack, digest
 

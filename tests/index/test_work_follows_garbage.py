@@ -16,9 +16,8 @@ from sqlalchemy import event
 
 from cas_ckpt.index import candidates, contents, history, liveness, usage
 from cas_ckpt.index.database import OBJECTS_BY_ID
-from cas_ckpt.index.filters import AxisBound, CommitFilter
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
 

@@ -51,8 +51,8 @@ from cas_ckpt.errors import (
     UnsupportedVersionError,
 )
 from cas_ckpt.index import contents, liveness
-from cas_ckpt.index.database import batches
 from cas_ckpt.index.liveness import Living
+from cas_ckpt.index.statements import batches
 from cas_ckpt.objects.digest import MOST_NAMED, Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen, rewritten

@@ -28,8 +28,7 @@ from cas_ckpt.core.tree import naming_forgotten
 from cas_ckpt.core.units import commit_filter
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, entries, finding, history
-from cas_ckpt.index.filters import CommitFilter
-from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.rows import CommitFilter, CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.patterns import KeyPatterns

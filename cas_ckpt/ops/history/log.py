@@ -17,14 +17,13 @@ from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows, log_rows_in_pieces
+from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, infos_of_log, log_rows, log_rows_in_pieces
 from cas_ckpt.core.refs import RefKind, check_new_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError, shown_value
-from cas_ckpt.index import history, key_changes, restores
-from cas_ckpt.index.filters import CommitFilter
-from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index import history, key_changes
+from cas_ckpt.index.rows import CommitFilter, CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 
@@ -78,7 +77,7 @@ def log_commits(
     forgotten = forgotten_view(handle)
     if patterns:
         rows = _changed(handle, rows, patterns, forgotten)
-    return _told(handle, islice(rows, limit), forgotten)
+    return infos_of_log(handle.index, islice(rows, limit), forgotten)
 
 
 def _ends(revisions: Sequence[Revision]) -> tuple[list[Revision], list[Revision]]:
@@ -117,17 +116,6 @@ def _without(
             wanted.discard(row.digest)
         if not wanted:
             return
-
-
-_COMMITS_PER_READ = 500
-
-
-def _told(handle: RepositoryHandle, rows: Iterator[CommitRow], forgotten: Collection[Digest]) -> Iterator[CommitInfo]:
-    """The commits, and what others than their records say of them: one question for some hundreds."""
-    while batch := list(islice(rows, _COMMITS_PER_READ)):
-        restored = handle.index.read(restores.proven, [row.root for row in batch])
-        for row in batch:
-            yield info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored.get(row.root))
 
 
 def require_metric(handle: RepositoryHandle, name: str) -> None:

@@ -84,9 +84,9 @@ def quick_log(
         return None
     from cas_ckpt.core.forgotten import readable_forgotten
     from cas_ckpt.core.push_failures import TIERS_KEY
-    from cas_ckpt.core.records import info_from_row
+    from cas_ckpt.core.records import infos_of_log
     from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
-    from cas_ckpt.index.log_reader import read_log
+    from cas_ckpt.index import history
 
     store = FileStore(Path(place))
     try:
@@ -97,10 +97,6 @@ def quick_log(
         head = _head(config.default_branch, refs, revision)
         if head is None:
             return None
-        place_of_index = store.root / INDEX_PATH
-        rows = read_log(place_of_index, head, store_id=config.store_id, limit=limit, first_parent=first_parent)
-        if rows is None:
-            return None
         names: dict[str, list[str]] = {}
         targets: set[Digest] = set()
         for ref in refs:
@@ -108,10 +104,9 @@ def quick_log(
                 targets.add(ref.target)
                 names.setdefault(ref.target.hex(), []).append(_PREFIXES.get(ref.kind, "") + ref.name)
         forgotten = readable_forgotten(store) - targets
-        commits = [
-            info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored_us) for row, restored_us in rows
-        ]
-        return QuickLog(commits, names)
+        with history.plain_index(store.root / INDEX_PATH, store_id=config.store_id) as index:
+            rows = history.log(index, [head], limit=limit, first_parent=first_parent, whole=True)
+            return QuickLog(list(infos_of_log(index, rows, forgotten)), names)
     except CkptError:
         return None
     finally:

@@ -17,7 +17,7 @@ from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.states import ask, known_root
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.index import entries, restores
+from cas_ckpt.index import entries, history
 from cas_ckpt.index.rows import CommitRow, ListedEntry
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject
@@ -118,7 +118,7 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
     layout, parts = _state(handle, row, forgotten=forgotten)
     refs = [ref for ref in handle.refs.list() if ref.target == digest]
     names = {kind: tuple(ref.name for ref in refs if ref.kind is kind) for kind in RefKind}
-    restored = handle.index.read(restores.proven, [row.root])
+    restored = handle.index.read(history.proven, [row.root])
     return ShownCommit(
         info_from_row(row, forgotten=forgotten, restored_us=restored.get(row.root)),
         names[RefKind.BRANCH],

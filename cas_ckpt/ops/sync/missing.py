@@ -25,8 +25,8 @@ from cas_ckpt.core.records import node_children
 from cas_ckpt.core.states import ask
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
-from cas_ckpt.index.database import batches
 from cas_ckpt.index.entries import stored_parts
+from cas_ckpt.index.statements import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node, TensorEntry, decode_commit, decode_tensor, decode_tree
 from cas_ckpt.objects.pack import Location

@@ -18,7 +18,7 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.units import commit_filter, parse_bound, parse_moment, parse_steps
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index import key_changes
-from cas_ckpt.index.filters import AxisBound
+from cas_ckpt.index.rows import AxisBound
 from cas_ckpt.ops.history import log
 from cas_ckpt.ops.history.log import log_commits
 from tests.builders import commit, new_repository, numbers

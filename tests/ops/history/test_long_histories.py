@@ -166,7 +166,7 @@ def test_what_is_asked_of_the_end_of_a_history_costs_the_same_however_long_it_is
 def statements_of(handle: RepositoryHandle) -> list[str]:
     """What SQLite is asked from now on."""
     found: list[str] = []
-    event.listen(handle.index._database.engine, "before_cursor_execute", lambda *args: found.append(args[2]))
+    event.listen(handle.index._database.engine, "checkout", lambda driver, *_: driver.set_trace_callback(found.append))
     return found
 
 
@@ -176,7 +176,7 @@ def test_a_ref_far_behind_is_found_by_one_question(tmp_path: Path) -> None:
     assert [resolve(handle, f"main~{back}") for back in range(41)] == wanted
     statements = statements_of(handle)
     resolve(handle, "main~39")
-    assert len(statements) == 2  # BEGIN, and the question
+    assert len(statements) == 3  # BEGIN, the question, and the end
     with pytest.raises(NotFoundError, match="history begins after 40"):
         resolve(handle, "main~41")
 
