@@ -1,4 +1,4 @@
-"""What the verbs of `Repository` are given, read by what their signatures declare, before anything is done.
+"""Checks and converts the arguments of `Repository` methods by their declared types, before anything is done.
 
 `bool`, `int`, `float`, `str`, lists and mappings of text, and paths are read here; what has a grammar of its own
 (revisions, times, states, policies, regions) where that is known.

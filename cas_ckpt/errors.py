@@ -87,7 +87,7 @@ class MismatchError(InvalidInputError):
 
 
 class MemoryBudgetError(InvalidInputError):
-    """What was asked for cannot be done with so little memory (`memory_bytes=`).
+    """The memory budget (`memory_bytes=`) is too small for the call.
 
     Attributes:
         least_bytes: With so much it can.
@@ -127,7 +127,7 @@ class StateChangedError(InvalidInputError):
 
 
 class UnsupportedValueError(InvalidInputError):
-    """A value that the format cannot express (and that nobody allowed to be pickled)."""
+    """A value that the format cannot express, and `allow_pickle` was not given."""
 
 
 class CorruptionError(CkptError):
@@ -167,7 +167,7 @@ class OutOfSpaceError(StorageError):
 
 
 class BackgroundCommitError(CkptError):
-    """An earlier `commit_async` failed (the cause is chained) and nobody has asked for its result; raised once."""
+    """An earlier `commit_async` failed (the cause is chained) and its result was never read; raised once."""
 
 
 class CancelledError(CkptError):
@@ -209,7 +209,7 @@ _FEW = 4
 
 
 def out_of_memory(error: MemoryError) -> TooLargeError:
-    """The error to raise for a `MemoryError`, whoever raised it within a verb."""
+    """The error to raise for a `MemoryError` inside a call."""
     return TooLargeError(
         f"there is no memory left ({str(error) or 'the system gives none'}): this process or its container is limited "
         "(ulimit -v, -u): raise the limit, or give fewer num_threads= or a smaller memory_bytes="

@@ -49,7 +49,7 @@ from cas_ckpt.signing.trust import Trust
 from cas_ckpt.training.stateful import WRAPPERS
 
 DEFAULT_ADAPTER = "default"
-"""What PEFT calls an adapter that nobody gave a name."""
+"""PEFT's name for an adapter without a name."""
 
 
 def import_any(

@@ -22,10 +22,10 @@ from pathlib import Path, PurePosixPath
 from cas_ckpt.errors import MemoryBudgetError
 
 DEFAULT_BYTES = 300 * 1000**2
-"""What a call takes at most, on each rank, unless it is given more."""
+"""Default memory budget of a call, on each rank."""
 
 LEAST_DEFAULT_BYTES = 64 * 1000**2
-"""What it takes where the machine has next to nothing left: with less no verb gets anywhere."""
+"""Least memory budget, also where the machine has less left: no call works with less."""
 
 PROC = Path("/proc")
 """Where Linux says what the machine has and which control groups this process is in."""
@@ -54,7 +54,7 @@ def memory_budget(given: int | None, *, num_ranks: int = 1, left_bytes: int | No
 
 
 def check_memory(given: int | None, least_bytes: int, what: str) -> None:
-    """Refuse a budget with which `what` cannot be done; None, which is nobody's wish, never is.
+    """Raise if the budget is too small for `what`; None is never too small.
 
     Raises:
         MemoryBudgetError: says how much is needed.
@@ -123,7 +123,7 @@ def _of_machine(proc: Path) -> int:
 
 
 def _of_group(folder: Path, most: int) -> int:
-    """What a control group has left; `most` if it has no limit."""
+    """Memory left in a control group; `most` if it has no limit."""
     limits = [number for name in _LIMITS if (number := _number(folder / name)) is not None]
     in_use = next((number for name in _IN_USE if (number := _number(folder / name)) is not None), 0)
     left = min(limits, default=most + in_use) - in_use

@@ -40,13 +40,13 @@ enough that the interpreter's lock is seldom wanted (docs/decisions/005)."""
 
 
 class LeafDigests(Protocol):
-    """What `leaf_digests` is."""
+    """Signature of `leaf_digests`."""
 
     def __call__(self, array: Any, leaf_bytes: int, copy: Buffer | None = None, /) -> bytes: ...
 
 
 class ReadLeaves(Protocol):
-    """What `read_leaves` is."""
+    """Signature of `read_leaves`."""
 
     def __call__(
         self, source: int | Buffer, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
@@ -55,7 +55,7 @@ class ReadLeaves(Protocol):
 
 
 class WordSums(Protocol):
-    """What `word_sums` is."""
+    """Signature of `word_sums`."""
 
     def __call__(self, array: Array, row_words: int, /) -> bytes: ...
 
@@ -64,7 +64,7 @@ class WordSums(Protocol):
 
 
 def leaf_digests_in_python(array: Any, leaf_bytes: int, copy: Buffer | None = None, /) -> bytes:
-    """See `leaf_digests`."""
+    """Implements `leaf_digests`."""
     data = memoryview(array)
     _check_lengths(leaf_bytes)
     if not leaf_bytes or leaf_bytes % data.itemsize:

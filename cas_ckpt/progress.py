@@ -107,19 +107,16 @@ class LineProgress:
         self._lines = 0
 
     def start(self, phase: str, total_bytes: int | None) -> None:
-        """See `Progress`."""
         with self._lock:
             self._begin(phase, total_bytes)
 
     def advance(self, num_bytes: int) -> None:
-        """See `Progress`."""
         with self._lock:
             self._done += num_bytes
             if clock.monotonic_s() - self._shown >= SECONDS_PER_LINE:
                 self._show()
 
     def finish(self) -> None:
-        """See `Progress`."""
         with self._lock:
             if self._lines or (self._brief and (self._done or self._total)):
                 self._show(over=True)
@@ -174,7 +171,6 @@ class BarProgress:
         self._task: rich.progress.TaskID | None = None
 
     def start(self, phase: str, total_bytes: int | None) -> None:
-        """See `Progress`."""
         with BarProgress._lock:
             self.finish()
             display = BarProgress._display
@@ -187,14 +183,12 @@ class BarProgress:
             self._task = display.task_ids[-1]
 
     def advance(self, num_bytes: int) -> None:
-        """See `Progress`."""
         display, task = BarProgress._display, self._task
         if display is not None and task is not None:
             with suppress(KeyError):  # its phase is over by now
                 display.advance(task, num_bytes)
 
     def finish(self) -> None:
-        """See `Progress`."""
         with BarProgress._lock:
             display, task = BarProgress._display, self._task
             self._task = None

@@ -1,4 +1,4 @@
-"""What is neither copied nor pickled: a copy would share files and locks that it does not own.
+"""Objects that cannot be copied or pickled: a copy would share files and locks that it does not own.
 
 The half of a copy that fails at a lock is an object like any other, and closes the descriptor numbers that it got:
 those of the original, or of whatever file has one of them by then.

@@ -1,4 +1,4 @@
-"""What all verbs of the command line share: settings of a run, how a verb is declared, options and their types.
+"""Shared by all commands: settings of a run, how a verb is declared, options and their types.
 
 Invariant: every verb has a synopsis, a description, options, examples and exit codes. The environment is read here
 and nowhere else. What people write is read by core/units.py alone.
@@ -56,7 +56,7 @@ class Settings:
         repo: Path or URL of the repository; None: search upwards from the working directory.
         index: Where the index is, if not in the repository.
         cache: Where this host keeps what it read of remote repositories; None: where it is by itself; "": nowhere.
-        trust: Whose signatures count where a verb is not told: a file of allowed signers, or a public key.
+        trust: Whose signatures count by default: a file of allowed signers, or a public key.
         trusted_hosts: Hosts that get credentials though only a repository's settings name them.
         colour: Whether the terminal is to show colours.
         width: Characters in a line of the terminal; None where output goes elsewhere, and nothing is cut.
@@ -125,14 +125,14 @@ class Settings:
             self.page(None, lines(found))
 
     def show_progress(self) -> Progress:
-        """What shows how far a long verb is; on standard error, so output stays clean."""
+        """The progress display of a long command, on standard error."""
         if self.quiet or self.json or self.progress is ProgressWhen.NEVER:
             return SILENT
         return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
 def settings_from_environment() -> Settings:
-    """What CAS_CKPT_REPO, _INDEX, _CACHE, _TRUST and _TRUSTED_HOSTS, NO_COLOR, COLUMNS and PAGER say."""
+    """Settings from CAS_CKPT_REPO, _INDEX, _CACHE, _TRUST, _TRUSTED_HOSTS, NO_COLOR, COLUMNS and PAGER."""
     terminal = sys.stdout.isatty()
     return Settings(
         width=shutil.get_terminal_size().columns if terminal else None,
@@ -182,7 +182,7 @@ EXIT_CODES = {
     17: "nobody who is trusted signed it",
     130: "interrupted",
 }
-"""What each exit code means; errors.py assigns them to kinds of errors."""
+"""Meaning of each exit code; errors.py assigns them to kinds of errors."""
 
 ALWAYS = (0, 1, 2, 10, 12, 13, 16, 130)
 """Codes that every verb on a repository may end with."""
@@ -195,7 +195,6 @@ class _Completed(click.types.StringParamType):
         self._found = found
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """See `click.ParamType.shell_complete`."""
         from click.shell_completion import CompletionItem  # of no use to verbs that run
 
         settings = ctx.ensure_object(Settings)
@@ -283,7 +282,7 @@ class NoSuchVerb(click.ClickException):
 
 
 class VerbGroup(click.Group):
-    """A group of verbs that helps whoever knows them by another name."""
+    """A group of commands that suggests the right name for an unknown one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -383,7 +382,7 @@ class Unit(_ParamType[_T]):
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """What `value` means; values that are read already pass."""
+        """Parse `value`; a value that is not text is returned unchanged."""
         if not isinstance(value, str):
             return value
         try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow"), "moved": (">", "cyan")}
 
 DIFFERENT = 1
-"""What `--exit-code` ends with where there are differences, as git does."""
+"""Exit code of `--exit-code` if there are differences, as in git."""
 
 
 @verb(

@@ -62,7 +62,7 @@ def number(value: float) -> str:
 
 
 def summary(commit: CommitInfo, **more: Any) -> dict[str, Any]:
-    """What JSON says of a commit that is one of many, and `more`."""
+    """The JSON fields of a commit in a list, and `more`."""
     return {"commit_id": commit.id, "step": commit.step, "message": commit.message, **more}
 
 
@@ -220,7 +220,7 @@ def exit_code(error: Exception) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong, in one line that is safe to print."""
+    """The error message in one line that is safe to print."""
     return escaped(" ".join(_text(error).split()))
 
 
@@ -301,10 +301,9 @@ _SHELL_WORDS = tuple(
 
 
 class EscapedLines(logging.Formatter):
-    """What the library warns of, in lines that are safe to print."""
+    """Formats log records as lines that are safe to print."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
         return "\n".join(map(escaped, super().format(record).splitlines()))
 
 

@@ -240,7 +240,7 @@ def _compared(reports: Sequence[PlanReport]) -> list[str]:
 
 
 def _line(report: PlanReport) -> tuple[str, ...]:
-    """What both lists say of a plan."""
+    """The columns that both lists have."""
     summary = report.summary
     read = summary.read_bytes
     return (

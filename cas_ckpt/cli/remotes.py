@@ -245,7 +245,7 @@ def _row(ref: MovedRef) -> tuple[str, str, str]:
 @click.option("--max-bandwidth", type=SIZE, help="Bytes a second at most, e.g. 50MB.")
 @click.pass_obj
 def watch(settings: Settings, remote: str, every_s: float, once: bool, max_bandwidth: int | None) -> None:
-    """Push every commit of this repository to REMOTE, whoever makes it, until it is interrupted.
+    """Push every new commit of this repository to REMOTE, until interrupted.
 
     Each branch (those that match the remote's --push patterns, else all) is pushed by itself. What is not there yet
     cannot be forgotten here. An error is printed, and the next look tries again; with --once it ends the command.
@@ -418,7 +418,7 @@ def bundle() -> None:
 def create(settings: Settings, file: str, refs: tuple[str, ...], since: tuple[str, ...], force: bool) -> None:
     """Write FILE with all that REFs (branches, tags, REVISION:BRANCH) need; without any, the default branch.
 
-    With --since whoever takes it must have those commits.
+    With --since the receiving repository must have those commits.
     """
     with settings.open() as repo:
         made = repo.create_bundle(file, refs, since=since, force=force, progress=settings.show_progress())

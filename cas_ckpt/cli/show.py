@@ -218,7 +218,7 @@ def _repository_rows(found: RepositoryStats) -> Iterator[tuple[str, str]]:
 
 
 def left_over(found: RepositoryStats | RepositoryStatus) -> str:
-    """What killed commits left, in words."""
+    """Size of what killed commits left behind, as text."""
     left = f"{human_bytes(found.temporary_bytes)} in {found.num_temporaries} temporary files"
     return f"{left} of killed commits, which cas-ckpt gc removes"
 

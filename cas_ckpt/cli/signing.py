@@ -60,7 +60,7 @@ def asked_key(path: str | None) -> SigningKey | None:
 
 
 def given_trust(settings: Settings, given: tuple[str, ...], revoked: str | None = None) -> Trust | None:
-    """Whose signatures count, of all that was given; None: nobody said.
+    """The trusted signers from options and settings; None if there are none.
 
     Raises:
         InvalidInputError: something that is not understood. StorageError: a file cannot be read.

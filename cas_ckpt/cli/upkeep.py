@@ -166,8 +166,8 @@ def rebuild(settings: Settings) -> int:
 def set_place(settings: Settings, url: str | None, clear: bool) -> None:
     """Note in the repository which PostgreSQL database has its index.
 
-    Whoever opens it for writing, or from a disk, then uses that unless --index says otherwise. A URL with a
-    password is refused: whoever can read the repository could read it.
+    Everyone who opens it for writing, or from a disk, then uses that database unless --index is given. A URL with
+    a password is rejected: everyone who can read the repository could read it.
     """
     from cas_ckpt.core.shared_index import set_shared_index
 
@@ -363,7 +363,7 @@ def _described(action: RepairAction) -> str:
 
 @verb_group("cache")
 def cache() -> None:
-    """What this host keeps of remote repositories, so that the next look costs few requests.
+    """The local cache of remote repositories, which saves requests.
 
     It is in ~/.cache/cas_ckpt, or where $CAS_CKPT_CACHE says; nowhere if that is empty. Losing it loses time alone.
     """

@@ -22,7 +22,7 @@ Share = tuple[int, int]
 """(rank, pieces that it does); pieces > 0."""
 
 SLACK = 1.02
-"""As soon as nobody has more than this times the mean, more rounds are not worth their time."""
+"""Stop when the largest share is at most this times the mean."""
 
 _ROUNDS = 4
 
@@ -84,7 +84,7 @@ def assign(demands: Sequence[Demand], size: int) -> list[tuple[Share, ...]]:
 def relieve(
     demands: Sequence[Demand], shares: Sequence[tuple[Share, ...]], size: int, *, slack: float
 ) -> list[tuple[Share, ...]]:
-    """The same shares, but whoever has more than `slack` times the mean gives pieces to the least loaded.
+    """The same shares, but ranks with more than `slack` times the mean give pieces to the least loaded.
 
     Those who get them need not be among the candidates: they do the work for others. A piece moves
     only where that leaves its new owner below the old one, so a few large pieces stay where they are.

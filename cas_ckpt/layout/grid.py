@@ -1,4 +1,4 @@
-"""What shards have of the cells and leaves of a tensor (its grid: objects/spec.py).
+"""Intersections of shards with the cells and leaves of a tensor (its grid: objects/spec.py).
 
     `touches`    which parts of which shards are in each cell. The boxes of one piece tile it exactly, one box
                  per cell that it touches. The cost is that of the answer, never cells times shards.
@@ -24,7 +24,7 @@ from cas_ckpt.objects.spec import Box, Grid
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """What one cell and one piece of one shard have in common.
+    """The intersection of a cell with a piece of a shard.
 
     Attributes:
         shard: Position of the shard in the sequence that was asked about.

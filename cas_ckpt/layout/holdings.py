@@ -167,7 +167,7 @@ class _Cutter:
         return tuple(pieces), tuple(local)
 
     def _intervals(self, dim: int, place: tuple[int, ...]) -> list[Interval]:
-        """What is left of one dimension after the cuts along the mesh dimensions that cut it, in their order."""
+        """The part of one dimension that remains after each mesh dimension has cut it, in order."""
         found = self._known[dim].get(place)
         if found is None:
             if place:
@@ -202,7 +202,7 @@ def _chunk(start: int, stop: int, count: int, at: int) -> tuple[int, int]:
 
 
 def _window(intervals: Sequence[Interval], first: int, last: int) -> Iterable[Interval]:
-    """What is at positions `first` to `last` of the intervals laid end to end."""
+    """Positions `first` to `last` of the concatenated intervals."""
     offset = 0
     for start, size in intervals:
         begin, end = max(first - offset, 0), min(last - offset, size)

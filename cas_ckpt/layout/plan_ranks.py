@@ -1,4 +1,4 @@
-"""What each rank does in a restore plan, in numbers: reads, sends, receives, and how much it has to know.
+"""Totals of a restore plan rank by rank: reads, sends, receives, and bytes of metadata.
 
 Invariant: counted from the templates by whole arrays, each template once with its multiplicity: the cost is that of the
 touches and shares of all templates (tens of thousands for a model of 405B on 1,024 ranks), never that of ranks times
@@ -48,7 +48,7 @@ class RankTotals:
 
 
 def rank_totals(plan: ReadPlan) -> RankTotals:
-    """What each rank of `plan` does."""
+    """Totals of each rank of `plan`."""
     return _Counted(plan).totals()
 
 
@@ -251,7 +251,7 @@ def _template(plan: ReadPlan, template: Template, rank: int) -> list[Any]:
 
 
 def _constant(plan: ReadPlan, template: Template) -> list[Any]:
-    """What all ranks that have a part in this template know of it."""
+    """Metadata that every rank of this template needs."""
     tensors = [[_packable(plan.requests[tensor].key), plan.requests[tensor].spec.dtype] for tensor in template.members]
     return [list(template.grid.shape), list(template.grid.cell), tensors]
 

@@ -34,7 +34,7 @@ class Spread:
 
     @property
     def balance(self) -> float:
-        """Most over mean; 1 if nobody has anything."""
+        """Largest over mean; 1 if all are empty."""
         return self.most / self.mean if self.mean else 1.0
 
 
@@ -47,7 +47,7 @@ class PlanSummary:
 
     Attributes:
         num_tensors, num_templates: Tensors stored in chunks, and how many different plans they need.
-        num_chunks, chunk_bytes: Chunks that anybody wants, each counted once, and their plain bytes.
+        num_chunks, chunk_bytes: Chunks that some rank wants, each counted once, and their plain bytes.
         wanted_bytes: Plain bytes that all ranks together want; replicas count each.
         read_bytes, num_requests: What each rank reads from storage: plain bytes, and chunks.
         sent_bytes, received_bytes: What goes from rank to rank, not counting what a rank keeps.

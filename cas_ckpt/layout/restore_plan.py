@@ -1,4 +1,4 @@
-"""Which rank reads which chunk of a restore, and who gets what of it.
+"""Which rank reads which chunk of a restore, and which ranks receive parts of it.
 
 1. requests that no plan can fill are refused, by key and region, before anything is read
 2. equal tensors become one template; its cells are intersected with its shards
@@ -71,7 +71,7 @@ class Template:
         return parts
 
     def deliveries(self, cell: int) -> tuple[Delivery, ...]:
-        """What any rank gets of this cell, by (rank, shard, piece)."""
+        """Deliveries of this cell to all ranks, by (rank, shard, piece)."""
         found = [Delivery(rank, touch.box) for touch in self.touches[cell] for rank in self.shards[touch.shard].ranks]
         found.sort(key=lambda each: each.rank)
         return tuple(found)
@@ -234,7 +234,7 @@ _KEPT_DELIVERIES = 256
 
 
 class ReadPlan:
-    """What every rank reads, sends and receives. Immutable; may be asked from several threads.
+    """Reads, sends and receives of every rank. Immutable and thread-safe.
 
     Attributes:
         requests: What was planned, by number.
@@ -262,7 +262,7 @@ class ReadPlan:
                 yield ChunkRead(tensor, cell, deliveries(template, cell))
 
     def receives(self, rank: int) -> Iterator[ChunkReceive]:
-        """What `rank` gets, by (tensor, cell, piece)."""
+        """Deliveries to `rank`, by (tensor, cell, piece)."""
         wants = {id(template): template.wanted_by(rank) for template in self.templates}
         for tensor, (template, ordinal) in enumerate(self._places):
             for cell, box in wants[id(template)]:

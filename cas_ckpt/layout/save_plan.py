@@ -29,7 +29,7 @@ BATCH_BYTES = 16 * 1024 * 1024
 
 LEAST_BATCH_BYTES = 4 * 1024 * 1024
 COPIES = 8
-"""What a batch takes at its worst, in its own bytes: pieces that go out and come in, twice each while they are joined,
+"""Peak memory of a batch as a multiple of its bytes: pieces that go out and come in, twice each while they are joined,
 leaves of three batches, and what those of one became when they were encoded."""
 
 
@@ -87,7 +87,7 @@ class StraddlingCell:
 
 
 class _Shape(NamedTuple):
-    """What a straddling cell is in all tensors of a template."""
+    """A straddling cell, for all tensors of a template."""
 
     box: Box
     parts: tuple[Box, ...]
@@ -162,7 +162,7 @@ class _Template:
         )
 
     def shape(self, cell: int) -> _Shape:
-        """What a straddling cell is in each of the tensors."""
+        """The straddling cell, for each of the tensors."""
         if cell not in self._shapes:
             box = self.grid.box(cell)
             parts = tuple(part for part, _ in self.straddling[cell])

@@ -78,7 +78,7 @@ class TargetLayout:
 
     @cached_property
     def digest(self) -> Digest:
-        """What names this layout: equal layouts, and no others, have equal digests."""
+        """Digest of this layout: equal for equal layouts only."""
         rules = [[pattern, *map(str, splits)] for pattern, splits in self.rules]
         return object_id("target layout", pack_canonical([PLANNER_VERSION, list(self.names), list(self.shape), rules]))
 
@@ -136,7 +136,7 @@ def layout_of(target: str | int | TargetLayout, shapes: Mapping[str, Sequence[st
 
 
 def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
-    """What names which ranks want which elements of what; equal for equal wants, however and in whatever order said.
+    """Digest of which ranks want which elements; independent of order and notation.
 
     Names of dimensions, keys and ways to write a placement are not part of it: FSDP over 8 ranks, and a mesh `dp=8`
     that somebody plans for, want the same. Nor are further keys of one and the same tensor.
@@ -156,7 +156,7 @@ def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int
 
 
 def _shards_id(shards: Iterable[Shard]) -> Digest:
-    """What names them, in whatever order; ranks that hold the same pieces may be one shard or several."""
+    """Digest of the shards, independent of order; ranks that hold the same pieces may be one shard or several."""
     ranks_of: dict[tuple[tuple[int, ...], ...], set[int]] = {}
     for shard in shards:
         pieces = tuple(sorted((*piece.offsets, *piece.sizes) for piece in shard.pieces))

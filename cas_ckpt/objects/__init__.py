@@ -1,4 +1,4 @@
-"""What is stored, as bytes and as values: ids, canonical encoding, nodes, packs, and the values of a state.
+"""Stored objects, as bytes and as values: ids, canonical encoding, nodes, packs, and the values of a state.
 
 How a state becomes bytes:
 

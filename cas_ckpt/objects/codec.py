@@ -56,7 +56,7 @@ RAW = Encoding.RAW
 
 
 class EncodingPolicy(enum.StrEnum):
-    """What to try on an extent that is neither zero nor constant.
+    """Encodings to try on an extent that is neither zero nor constant.
 
     RAW nothing; ZSTD and PLANES that encoding; AUTO, the default, one of them where a sample
     promises to halve the extent (indices, masks, moments of rows that were never seen).
@@ -158,7 +158,7 @@ def _compressed(data: Buffer) -> bytes:
 
 
 def _with_memory(work: Callable[[], bytes]) -> bytes:
-    """What zstd makes. Raises MemoryError where it gets no memory, which says nothing of the bytes."""
+    """The output of zstd. Raises MemoryError if it gets no memory: that is no fault of the bytes."""
     try:
         return work()
     except zstandard.ZstdError as error:

@@ -61,7 +61,7 @@ def short(digest: bytes) -> str:
 
 
 class ObjectKind(IntEnum):
-    """What an entry of a pack is, with its number in packs and in the index.
+    """Kinds of entries of a pack, with their numbers in packs and in the index.
 
     `CHUNK` is data; everything else is a structured object.
 
@@ -102,7 +102,7 @@ _BYTES_PER_CONTAINER = 3
 
 _KEPT_BUFFER_BYTES = 1 << 20
 _MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
-"""What msgpack raises for bytes that are not msgpack (its own errors are ValueErrors)."""
+"""Exceptions of msgpack for malformed bytes (its own errors are ValueErrors)."""
 
 
 class _Local(threading.local):
@@ -273,7 +273,7 @@ OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 MOST_RECORD_BYTES = 1024 * 1024
-"""Longest record, of most kinds: whoever lists what is in a repository has many in memory."""
+"""Longest record, of most kinds: a listing holds many in memory."""
 
 _MOST_BYTES: Mapping[str, int] = MappingProxyType(
     {"ref": 256 * 1024} | dict.fromkeys(("config", "name", "session"), 64 * 1024)

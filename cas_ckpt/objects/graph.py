@@ -26,14 +26,14 @@ from cas_ckpt.objects.digest import Digest
 
 
 class HasParents(Protocol):
-    """What the graph needs of a commit."""
+    """The fields of a commit that the graph needs."""
 
     @property
     def parents(self) -> Sequence[bytes]: ...
 
 
 class HasTime(HasParents, Protocol):
-    """What the order of the log needs of a commit."""
+    """The fields of a commit that the order of the log needs."""
 
     @property
     def time_us(self) -> int: ...

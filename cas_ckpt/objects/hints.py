@@ -1,4 +1,4 @@
-"""The hints of a meta pack: what spares a reader requests, and says nothing that is not said elsewhere.
+"""The hints of a meta pack: redundant data that saves a reader requests.
 
     | entries | hints | directory | trailer |         hints = payload | footer
 
@@ -54,7 +54,7 @@ class PageCommit:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a meta pack says beside its nodes.
+    """The data of a meta pack besides its nodes.
 
     Attributes:
         depth: How many first parents lead from the commit of this pack to the first one that pages know.

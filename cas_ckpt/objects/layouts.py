@@ -495,7 +495,7 @@ class Holders:
 
 
 def holders_of(layout: LayoutObject) -> Holders:
-    """What `layout` says, for whoever asks."""
+    """The ranks that held each key, by `layout`."""
     ranks = layout.ranks
     if not ranks and layout.mesh and math.prod(size for _, size in layout.mesh) == layout.world_size:
         ranks = ((0, layout.world_size, 1),)

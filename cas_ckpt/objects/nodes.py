@@ -50,11 +50,11 @@ VERSION = 1
 """Version of every node's layout; a reader refuses a higher one."""
 
 _HEADS = {kind: pack_canonical([kind.label, VERSION, None])[:-1] for kind in ObjectKind}
-"""What the bytes of a node of each kind begin with: [label, version, payload] without the payload."""
+"""The first bytes of a node of each kind: [label, version, payload] without the payload."""
 
 
 NodeContent: TypeAlias = "RawTree | TensorNode | LayoutObject"
-"""What nodes say that the index has rows for."""
+"""Contents of nodes that the index has rows for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +454,7 @@ def decode_rows(raw: RawTree) -> TreeNode:
 
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-"""What reading raises for what is not a row."""
+"""Exceptions that reading a malformed row raises."""
 
 
 def decode_entry(row: list[Any]) -> Entry | PageEntry:
@@ -510,7 +510,7 @@ _LINEAGE_KIND = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_KIND_CHARS - 1}}}\Z")
 
 @dataclass(frozen=True, slots=True)
 class LineageEdge:
-    """What a state was made from, apart from the history of its branch.
+    """An origin of a state, apart from the history of its branch.
 
     Attributes:
         kind: How, e.g. "fine-tune-of": see `is_lineage_kind`.

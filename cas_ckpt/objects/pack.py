@@ -89,7 +89,7 @@ class PackKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """What a pack says of one entry: a node, or a run of a chunk's leaves.
+    """An entry of a pack: a node, or a run of a chunk's leaves.
 
     Attributes:
         num_bytes: Plain bytes of the whole object (of the whole chunk, not of the extent).
@@ -232,7 +232,7 @@ def claimed_header_bytes(data: Buffer) -> int | None:
 
 
 def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, bytes]:
-    """What an entry's header says, and the leaf digests of its chunk, joined, proven by the chunk id.
+    """The decoded header of an entry, and the joined leaf digests of its chunk, verified against the chunk id.
 
     Args:
         data: At least the whole header.

@@ -1,6 +1,6 @@
 """Patterns over keys: what `keys=` and `frozen=` mean, wherever keys are listed or looked up.
 
-Whoever has keys asks `KeyPatterns.matches`. Whoever has containers, and does not want to open all of them, asks
+For a key, call `KeyPatterns.matches`. To open no more containers than needed, call
 `KeyPatterns.reaches` first, and `KeyPatterns.names_in` for the names in one container that are worth a look.
 
 Invariant: one pattern means the same to whoever walks a tree in memory and to whoever asks the index for rows. What
@@ -23,7 +23,7 @@ from cas_ckpt.objects.state import Name, Path, parse_key, render_key
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
 _MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
 _IN_A_NAME = {"**/": "*", "**": "*", "/": "?"}
-"""What they can stand for where there is no "/"."""
+"""The characters that they match, which exclude "/"."""
 
 _WILD = re.compile(r"[*?]")
 _BETWEEN_TEXTS = re.compile(r"[*/]+")
@@ -41,7 +41,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=512)
 def _compile_beginning(pattern: str, *, of_any: bool = True) -> re.Pattern[str]:
-    """What a container's key and "/" match as a whole if, and only if, some key below it could match `pattern`.
+    """A regular expression that matches a container's key and "/" if and only if some key below can match `pattern`.
 
     Args:
         of_any: False: if, and only if, any key below it leads to one that could.
@@ -94,7 +94,7 @@ ANY_NAME = Names()
 
 
 def _behind(order: Order) -> Order:
-    """What comes right behind a name."""
+    """The separators after a name."""
     kind, number, text = order
     return (kind, number, text + b"\0") if kind else (kind, number + 1, text)
 
@@ -182,7 +182,7 @@ class KeyPatterns:
 
 
 def _glob_of_name(pattern: str, start: str) -> str:
-    """What is known of a name if `start` and the name, which is that of no container, match `pattern`."""
+    """A glob for the name, if `start` and the name of a leaf match `pattern`."""
     if len(_WILD.split(pattern, maxsplit=1)[0]) >= len(start):
         # What comes before any wildcard stands character by character for `start`, the rest for the name.
         rest = pattern[len(start) :]

@@ -136,7 +136,7 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def without(self, other: Box) -> list[Box]:
-        """What is not in `other`, as disjoint boxes: before and behind it along each dimension."""
+        """The difference to `other`, as disjoint boxes: before and behind it along each dimension."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -402,7 +402,7 @@ def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What one mesh dimension does to a tensor.
+    """How one mesh dimension divides a tensor.
 
     Attributes:
         dim: Tensor dimension that is cut along this mesh dimension; None: every rank has all.
@@ -466,7 +466,7 @@ def pack_placement(placement: Placement) -> list[Any]:
 
 
 def unpack_placement(packed: Any) -> Placement:
-    """What `pack_placement` packed.
+    """Inverse of `pack_placement`.
 
     Raises:
         InvalidInputError, TypeError, ValueError: it did not.

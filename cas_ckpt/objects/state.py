@@ -30,7 +30,7 @@ Path: TypeAlias = tuple[Name, ...]
 
 
 class Flavor(StrEnum):
-    """What a tensor's bytes are: a torch tensor, a numpy array, an encoded plain value."""
+    """Kind of a stored tensor: torch tensor, NumPy array, or encoded plain value."""
 
     TORCH = "torch"
     NUMPY = "numpy"
@@ -38,14 +38,14 @@ class Flavor(StrEnum):
 
 
 KIND_OF_FLAVOR = {Flavor.TORCH: "tensor", Flavor.NUMPY: "array", Flavor.VALUE: "value"}
-"""What lists call them."""
+"""Their names in listings."""
 
 
 class ArraySource(Protocol):
     """Where the elements of one tensor come from.
 
     Rules: may be called from several threads; the answer stays valid until the same thread
-    calls again; nobody changes the bytes while a commit runs (a change is found, not stored).
+    calls again; the bytes must not change while a commit runs (a change is found, not stored).
     """
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
@@ -67,7 +67,7 @@ class StagedSource(ArraySource, Protocol):
 
     @property
     def is_private(self) -> bool:
-        """Nobody writes what `read` gives from now on until the commit has ended: it needs no copy to be hashed."""
+        """Whether what `read` returns stays unchanged until the commit has ended: it can be hashed without a copy."""
         ...
 
     def saved(self) -> None:
@@ -84,7 +84,7 @@ class FileBackedSource(ArraySource, Protocol):
 
     @property
     def read_bytes(self) -> int:
-        """What a thread that reads it cell by cell holds at once, at most, until it reads another source.
+        """Most memory that a thread holds while it reads this source cell by cell.
 
         Raises:
             CkptError: what holds the elements cannot be read, or is malformed.
@@ -93,7 +93,7 @@ class FileBackedSource(ArraySource, Protocol):
 
 
 def bytes_read_at_once(source: ArraySource) -> int:
-    """What a thread holds that reads `source` cell by cell: 0 of live memory. Raises what `read_bytes` raises."""
+    """Memory that a thread holds while it reads `source` cell by cell: 0 for live memory. Raises as `read_bytes`."""
     return getattr(source, "read_bytes", 0)
 
 
@@ -157,7 +157,7 @@ class HashingSource(Protocol):
     """An `ArraySource` that also has this."""
 
     def leaf_hasher(self) -> LeafHasher | None:
-        """What hashes its cells without reading them; one for all sources of a device. None: nothing does."""
+        """A hasher that needs no read, one for all sources of a device; None if there is none."""
         ...
 
 
@@ -175,7 +175,7 @@ class ArrayTarget(Protocol):
 
 @dataclass(slots=True)  # not frozen: that would take twice as long to make
 class TensorItem:
-    """A tensor to be committed. Nobody changes one, but for a background commit: its own read a copy.
+    """A tensor to be committed. Immutable, except that a background commit makes its own read a copy.
 
     Attributes:
         flavor: What `load` makes of it.

@@ -1,7 +1,7 @@
 """Types beyond Python's own: those that other rooms register, named tuples and dataclasses, and what stands for them.
 
     extension types   `register_value_type`: how instances turn into a plain value and back; `Opaque` where
-                      nobody registered the type
+                      the type is not registered
     structures        named tuples and dataclasses: their fields by name; `Named` where nobody registered the class
     enums             `EnumValue` where the class is not imported
 
@@ -24,7 +24,7 @@ from cas_ckpt.objects.digest import ATOMS
 NAMED_TUPLE = "namedtuple"
 DATACLASS = "dataclass"
 STRUCTURE_KINDS = frozenset({NAMED_TUPLE, DATACLASS})
-"""What a `Named` may be; also the kinds of the containers that stand for one."""
+"""Kinds of a `Named`; also the kinds of the containers that stand for one."""
 
 _NONE_OF_THESE = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset})
 _KEPT_APART = frozenset({"__dict__", "__weakref__"})
@@ -32,7 +32,7 @@ _KEPT_APART = frozenset({"__dict__", "__weakref__"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value of an extension type that nobody registered here; encodes to the bytes it came from.
+    """A value of an extension type that is not registered here; encodes to the bytes it came from.
 
     Attributes:
         tag: Name of the extension type, e.g. "torch.dtype".
@@ -152,7 +152,7 @@ def register_type(python_type: type, *, name: str | None = None) -> type:
 
 
 def default_name(python_type: type) -> str:
-    """The name of a class that nobody registered under another."""
+    """The name of a class that was registered without one."""
     return f"{python_type.__module__}:{python_type.__qualname__}"
 
 

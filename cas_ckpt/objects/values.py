@@ -95,7 +95,7 @@ def decode_value(data: Buffer, *, key: str = "", allow_pickle: bool = False) -> 
 
 
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, OSError, SyntaxError, struct.error)
-"""What constructors raise for arguments that the encoder never writes."""
+"""Exceptions of constructors for arguments that the encoder never writes."""
 
 
 class Decoder:

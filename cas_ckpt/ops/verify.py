@@ -49,7 +49,7 @@ class Verified(Brief):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Brief):
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
         commits: The commit that was asked for and, with `history`, all that it leads to, the youngest first.
@@ -68,7 +68,7 @@ class VerifyReport(Brief):
 
     @property
     def refused(self) -> tuple[Verified, ...]:
-        """What is not signed by somebody trusted."""
+        """Commits and tags without a trusted signature."""
         found = (*self.commits, *([self.tag] if self.tag is not None else []))
         return tuple(each for each in found if not each.signature.is_good)
 

@@ -1,4 +1,4 @@
-"""What commits hold: entries, shards, where one is found, and how two commits differ."""
+"""Methods on the contents of commits: entries, shards, search, differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @reads_arguments
 class ContentVerbs(Opened):
-    """What commits hold: entries, shards, where one is found, and how two commits differ."""
+    """Contents of commits: entries, shards, search, differences."""
 
     def show(self, ref: Revision = "HEAD") -> ShownCommit:
         """The commit, what names it, and a summary of its state."""
@@ -37,7 +37,7 @@ class ContentVerbs(Opened):
         return list_commit(self._handle, ref, keys=keys)
 
     def entry(self, ref: Revision, key: str) -> ListedEntry:
-        """What is under one key; a container has the bytes of all tensors below it."""
+        """The entry of one key; a container has the bytes of all tensors below it."""
         from cas_ckpt.ops.history.show import list_one
 
         return list_one(self._handle, ref, key)
@@ -133,7 +133,7 @@ class ContentVerbs(Opened):
         num_threads: int | None = None,
         progress: Progress | bool = False,
     ) -> Diff:
-        """What the commit `b` has otherwise than the commit `a`: entries, chunks, what they say of themselves.
+        """Differences of the commit `b` from the commit `a`: entries, chunks, messages and metadata.
 
         Reads only what differs, and no chunk unless `numbers` asks for it.
 

@@ -1,4 +1,4 @@
-"""What several verbs are given: patterns of keys, keys to sign with, whom to trust."""
+"""Arguments of several methods: patterns of keys, keys to sign with, whom to trust."""
 
 from __future__ import annotations
 

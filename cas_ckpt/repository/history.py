@@ -106,7 +106,7 @@ class HistoryVerbs(Opened):
         return is_ancestor(self._handle, old, new)
 
     def lineage(self, ref: Revision = "HEAD") -> CommitLineage:
-        """What the state came from and what came from it, over typed edges and history, transitively."""
+        """Ancestors and descendants of the state over typed edges and history, transitively."""
         from cas_ckpt.ops.history.lineage import lineage_of
 
         return lineage_of(self._handle, ref)

@@ -1,4 +1,4 @@
-"""What every group of verbs works on: a repository that is open, and the ranks that it works together with."""
+"""The base of all groups of methods: an open repository, and the ranks that it works together with."""
 
 from __future__ import annotations
 
@@ -94,17 +94,17 @@ class Opened(Uncopied):
         return self._background
 
     def _note_in_flight(self, other: InFlight) -> None:
-        """What is begun from now on comes after `other`."""
+        """Order everything that begins from now on after `other`."""
         self._others = [*self._in_flight(), other]
 
     def _in_flight(self) -> list[InFlight]:
-        """What others have begun and this thread can wait for."""
+        """Pending work of others that this thread can wait for."""
         return [each for each in self._others if not each.wait(0)]
 
     def _wait_for_pending(self, *others: InFlight) -> None:
         """Commits in the background that were begun before, and `others`, come before what is begun now.
 
-        A save of DCP waits, too, which is no work of this object's ranks: nobody is told of what it fails of.
+        A save of DCP waits, too, which is no work of this object's ranks: its failure is not reported here.
         """
         for each in others:
             each.wait()

@@ -81,7 +81,7 @@ class Ranks:
     def open_in_turn(
         self, call: Call, first: Callable[[], RepositoryHandle], others: Callable[[], RepositoryHandle]
     ) -> RepositoryHandle:
-        """What rank 0 opens by `first` and, once that is done, the other ranks by `others`. Collective.
+        """Open by `first` on rank 0 and then by `others` on the other ranks. Collective.
 
         Args:
             call: What this is done for; all ranks must say the same.

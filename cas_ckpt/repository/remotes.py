@@ -161,7 +161,7 @@ class RemoteVerbs(Opened):
 
         Args:
             refs: Branches and tags, or `REVISION:BRANCH`; the branch that is checked out, if nothing is given.
-            since: Revisions that whoever takes it has: what these have is left out.
+            since: Revisions that the receiver has: their contents are left out.
             force: Replace a file that is there.
         Raises:
             ConflictError: the file is there. InvalidInputError: nothing would be in it.

@@ -165,12 +165,12 @@ class StateVerbs(Opened):
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no commit is pending, nor a save of `dcp.async_save` to this object; whether none is.
 
-        What a preempted job calls before it ends.
+        For a preempted job, before it ends.
 
         Args:
             timeout_s: Wait no longer than this.
         Raises:
-            BackgroundCommitError: one failed, and nobody has heard of it yet. InvalidInputError: in a callback, or in a
+            BackgroundCommitError: one failed, and its result was not read. InvalidInputError: in a callback, or in a
             signal handler that interrupted a commit.
         """
         self._refuse_inside("drain")
@@ -189,7 +189,7 @@ class StateVerbs(Opened):
     def _request(
         self, caller: FrameType, *, sign: Any, metrics: Mapping[str, float] | None, **given: Any
     ) -> CommitRequest:
-        """What is committed how; `caller` has called the verb."""
+        """The request of a commit; `caller` is the name of the method."""
         from cas_ckpt.ops.commit.request import CommitRequest
 
         if given["frozen"] is not None and self._frozen is None:
@@ -204,7 +204,7 @@ class StateVerbs(Opened):
         )
 
     def _pushing(self, push_to: str | None) -> Callable[[], None] | None:
-        """What begins a push to the remote `push_to` once a commit is made; None: nothing does, here."""
+        """A function that begins a push to the remote `push_to` after a commit; None if there is none to begin."""
         if push_to is None or self._ranks.peers.rank != 0:
             return None
         from cas_ckpt.ops.sync.tier import BackgroundPushes, make_tier

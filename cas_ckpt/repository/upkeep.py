@@ -1,4 +1,4 @@
-"""What is forgotten and collected, checked and repaired."""
+"""Retention, garbage collection, checks and repairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @reads_arguments
 class UpkeepVerbs(Opened):
-    """What is forgotten and collected, checked and repaired."""
+    """Retention, garbage collection, checks and repairs."""
 
     def forget(
         self,

@@ -57,7 +57,7 @@ class UsageVerbs(Opened):
         return plan_month(run_facts(self._handle), rates)
 
     def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
-        """What one commit holds, added, and has for itself alone."""
+        """Bytes that one commit holds, added, and has for itself alone."""
         from cas_ckpt.ops.history.usage import commit_stats
 
         return commit_stats(self._handle, ref)
@@ -79,7 +79,7 @@ class UsageVerbs(Opened):
         return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit, with_remotes=with_remotes)
 
     def unique(self, name: str = "HEAD", *, with_remotes: bool = False) -> Freed:
-        """What only this branch, tag or pin leads to; remote-tracking branches (`origin/main`) do not count.
+        """Bytes that only this branch, tag or pin leads to; remote-tracking branches (`origin/main`) do not count.
 
         Args:
             with_remotes: They count: what goes if the ref is deleted and its log has expired.
@@ -89,7 +89,7 @@ class UsageVerbs(Opened):
         return unique_to(self._handle, name, with_remotes=with_remotes)
 
     def freed(self, *refs: Revision) -> Freed:
-        """What forgetting these commits would free at the next collection; nothing is changed.
+        """Bytes that forgetting these commits would free at the next collection; nothing is changed.
 
         Those that a branch, tag or pin names would stay: they are listed in `kept`.
         """

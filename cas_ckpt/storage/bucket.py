@@ -1,6 +1,6 @@
-"""`Bucket`: what a vendor of object storage implements, and what `ObjectStore` asks of it.
+"""`Bucket`: the interface that a vendor of object storage implements for `ObjectStore`.
 
-Duty: the requests, what they answer, and the errors that mean something to whoever asked.
+Duty: the requests, what they answer, and errors that are typed for the caller.
 Invariant: versions are opaque text (S3: ETag; Google Cloud Storage: generation); two values never share one.
 Must not know: keys, parts of reads, vendors.
 """
@@ -39,7 +39,7 @@ class UploadGone(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of an object without its bytes; `nonce` is empty if it was written without."""
+    """Metadata of an object; `nonce` is empty if it was written without."""
 
     size: int
     version: str
@@ -99,7 +99,7 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came for a read: `body` has the bytes from `first` to `first + length` of a value of `size` bytes."""
+    """The answer to a read: `body` has the bytes from `first` to `first + length` of a value of `size` bytes."""
 
     size: int
     version: str
@@ -109,7 +109,7 @@ class Answer:
 
 
 class Bucket(Protocol):
-    """What `ObjectStore` asks of a vendor. Names are whole names of objects; every call is one request or few.
+    """The requests of `ObjectStore` to a vendor. Names are whole names of objects; every call is one request or few.
 
     Every method may be called from many threads. Errors are those of `cas_ckpt.errors`, they name the object and hold
     no secret: `NotFoundError` for an object that is not there (and nothing else: a missing bucket is `StorageError`),

@@ -1,8 +1,8 @@
-"""Requests and answers of HTTP whose bytes go and come in time: what Python's own client does not see to.
+"""Timeouts of HTTP that Python's own client lacks; and clients, bounded answers and clean errors for all vendors.
 
-It takes a head that is cut off for a shorter one, so that headers are missing that were sent. Its timeout is for each
-piece that comes, so that a server which sends a byte now and then is waited for without end; and for all that is sent
-at once, so that a body which goes slowly, but goes, is given up.
+Python's client accepts a truncated head, so headers that were sent are missing. It applies its timeout to each piece
+received, so a server that sends a byte now and then keeps it waiting forever; and to a request body as a whole, so an
+upload that is slow but makes progress is given up.
 
     1. the head, from the first byte to the empty line, comes within the timeout, or TimeoutError is raised
     2. a head that ends before its empty line is a ConnectionResetError: the request is sent again, as after any break
@@ -30,7 +30,7 @@ LEAST_BYTES = 32 << 10
 
 
 class _TimedStream(io.RawIOBase):
-    """What comes over `connection`, in time."""
+    """Reads from `connection`, with a deadline."""
 
     def __init__(self, stream: Any, connection: socket.socket) -> None:
         self._stream = stream
@@ -73,7 +73,7 @@ class _TimedStream(io.RawIOBase):
 
 
 class TimedAnswer(http.client.HTTPResponse):
-    """See above."""
+    """An HTTP response with a deadline for its head and a least rate for its body."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)

@@ -43,7 +43,7 @@ def without_secrets(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BucketUrl:
-    """What a URL says.
+    """A parsed URL of a bucket.
 
     Attributes:
         prefix: Of every object's name: empty, or ends with "/".
@@ -62,7 +62,7 @@ class BucketUrl:
 
 
 def parse_bucket_url(url: str, *, known: Collection[str]) -> BucketUrl:
-    """What `url` says.
+    """Parse `url`.
 
     Args:
         known: Names of settings that the vendor has.

@@ -76,11 +76,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
 _HOLDER_BYTES = 16
 
 _NUM_LOCKS = 64
-"""Names share so many lock files: whoever meets a stranger there only waits a little."""
+"""Names share so many lock files: a collision only costs a short wait."""
 
 
 class Descriptor(Uncopied):
-    """An open file number that is closed when nobody refers to it any more."""
+    """An open file descriptor that is closed with the last reference to it."""
 
     __slots__ = ("fd",)
 
@@ -398,7 +398,7 @@ class TemporaryFolder:
 
 
 def _in_folder(folder: Path, act: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """What `act` returns, in a folder that may have to be made."""
+    """Call `act`, making the folder if it is missing; its result."""
     try:
         return act(*args, **named)
     except FileNotFoundError:
@@ -407,7 +407,7 @@ def _in_folder(folder: Path, act: Callable[P, T], *args: P.args, **named: P.kwar
 
 
 def _sweep_one(path: Path, before_s: float, *, dry_run: bool) -> int | None:
-    """Remove a temporary whose lock nobody holds; the bytes that it gives back, None if it stays."""
+    """Remove a temporary that is not locked; the bytes that it frees, None if it stays."""
     with suppress(OSError):
         status = os.lstat(path)
         if status.st_mtime >= before_s or not stat.S_ISREG(status.st_mode):
@@ -427,7 +427,7 @@ class TakesTurns(Protocol):
     """A store whose writers can wait for one another."""
 
     def in_turn(self, name: str) -> AbstractContextManager[None]:
-        """Have the turn on `name` inside the block; without it, if whoever has it seems to be stuck."""
+        """Hold the turn on `name` inside the block; go ahead without it if its holder seems to be stuck."""
         ...
 
 
@@ -496,7 +496,7 @@ _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 
 _MEMORY = frozenset({0x01021994, 0x858458F6})
-"""What `fstatfs` calls tmpfs and ramfs."""
+"""Types of tmpfs and ramfs in `fstatfs`."""
 
 _STATFS_BYTES = 256
 """More than `struct statfs` has, whose first field is the type."""

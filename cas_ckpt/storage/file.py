@@ -93,7 +93,7 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 @dataclass(slots=True)
 class DirectChoice:
-    """What the writers of one store share.
+    """State that the writers of one store share.
 
     Attributes:
         allowed: Whether the filesystem takes O_DIRECT: assumed until it refuses, or is seen to be in memory, then
@@ -141,7 +141,6 @@ class FileWriter:
         self._filled = 0
 
     def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`."""
         self._leave_open()
         rest = byte_view(data)
         with writing(self._key):
@@ -164,7 +163,6 @@ class FileWriter:
         self._stage = _Stage.OPEN
 
     def commit(self) -> None:
-        """See `StreamWriter.commit`."""
         self._leave_open()
         try:
             with writing(self._key):
@@ -183,7 +181,6 @@ class FileWriter:
         self._stage = _Stage.COMMITTED
 
     def abort(self) -> None:
-        """See `StreamWriter.abort`."""
         if self._stage in (_Stage.OPEN, _Stage.POISONED):
             self._stage = _Stage.ABORTED
             self._release()
@@ -285,7 +282,7 @@ class FileStore(Uncopied):
         return Abilities(durable=True, local=True, read_only=read_only, writer_bytes=BUFFER_BYTES)
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`; opened afresh, so that a replaced value is seen at once."""
+        """Opened afresh, so that a replaced value is seen at once."""
         check_key(key)
         with reading(key):
             descriptor = open_for_reading(os.path.join(self._root, key), key)
@@ -296,7 +293,7 @@ class FileStore(Uncopied):
                 return file.read()
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """See `Store.get_range`. A copy: a mapped file that is cut short while it is read kills the process."""
+        """A copy: a mapped file that is cut short while it is read kills the process."""
         descriptor, size = self._located(key, offset, length)
         if offset + length > size:
             raise too_short(key, offset, length, size)
@@ -304,14 +301,13 @@ class FileStore(Uncopied):
             return _read_bytes(descriptor, key, offset, length)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
         descriptor, size = self._located(key, 0, length)
         start = max(0, size - length)
         with reading(key):
             return size, _read_bytes(descriptor, key, start, size - start)
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`; `cached_only` takes what the page cache holds and never waits for the disk."""
+        """`cached_only` takes what the page cache holds and never waits for the disk."""
         view = writable_view(target)
         num_bytes = view.nbytes
         check_key(key)
@@ -334,7 +330,6 @@ class FileStore(Uncopied):
         self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
         parts: Sequence[Part], cached_only: bool = False,
     ) -> int:  # fmt: skip
-        """See `ReadsLeaves`."""
         descriptor, end = self._located(key, offset, size)
         if offset + size > end:
             raise too_short(key, offset, size, end)
@@ -342,7 +337,7 @@ class FileStore(Uncopied):
             return leaves_of_file(descriptor.fd, key, offset, first, size, leaf_bytes, digests, parts, cached_only)
 
     def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
-        """See `ReadsPastCache`: O_DIRECT, where the filesystem has it."""
+        """O_DIRECT, where the filesystem has it."""
         view = writable_view(target)
         check_key(key)
         check_range(key, offset, view.nbytes)
@@ -365,7 +360,7 @@ class FileStore(Uncopied):
         return done
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`; asks the kernel to read ahead."""
+        """Asks the kernel to read ahead."""
         check_key(key)
         check_range(key, offset, length)
         if not hasattr(os, "posix_fadvise"):
@@ -375,12 +370,11 @@ class FileStore(Uncopied):
             os.posix_fadvise(descriptor.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         with self._made(key, data) as temporary, self._temporaries.turn():
             self._temporaries.replace(temporary, self.root / key)
 
     def open_writer(self, key: str) -> FileWriter:
-        """See `Store.open_writer`; writes past the page cache where the filesystem can."""
+        """Writes past the page cache where the filesystem can."""
         check_key(key)
         with writing(key):
             temporary = self._temporaries.create()
@@ -388,7 +382,6 @@ class FileStore(Uncopied):
         return FileWriter(key, temporary, publish=publish, choice=self._choice)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         with self._made(key, data) as temporary:
             try:
                 self._temporaries.publish(temporary, self.root / key)
@@ -400,7 +393,7 @@ class FileStore(Uncopied):
                 raise already_there(key) from error
 
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """See `Store.compare_and_swap`; read and replaced under the store's lock."""
+        """Read and replaced under the store's lock."""
         with self._made(key, data) as temporary, self._temporaries.turn():
             try:
                 current = self.get(key)
@@ -411,7 +404,6 @@ class FileStore(Uncopied):
             self._temporaries.replace(temporary, self.root / key)
 
     def head(self, key: str) -> int:
-        """See `Store.head`."""
         check_key(key)
         with reading(key):
             status = os.lstat(self._place(key))
@@ -420,16 +412,15 @@ class FileStore(Uncopied):
         return status.st_size
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`; reads the folders as the iterator moves on."""
+        """Reads the folders as the iterator moves on."""
         folder, _, stem = check_prefix(prefix).rpartition("/")
         return self._walk(folder + "/" if folder else "", stem)
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         self.delete_many([key])
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `DeletesMany.delete_many`: a folder is synced once for all that goes from it."""
+        """A folder is synced once for all that goes from it."""
         folders: dict[str, list[str]] = {}
         for key in keys:
             folders.setdefault(check_key(key).rpartition("/")[0], []).append(key)
@@ -453,17 +444,17 @@ class FileStore(Uncopied):
         return False
 
     def close(self) -> None:
-        """See `Store.close`; views that were handed out stay valid."""
+        """Views that were handed out stay valid."""
         self._descriptors.clear()
         self._direct.clear()
         self._choice.buffers.clear()
 
     def in_turn(self, name: str) -> AbstractContextManager[None]:
-        """See `TakesTurns.in_turn`: among all processes of this machine."""
+        """Among all processes of this machine."""
         return file_turn(self._temporaries.folder, name)
 
     def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
-        """See `LeavesTemporaries.sweep_temporaries`; a temporary whose writer lives is locked."""
+        """A temporary whose writer lives is locked."""
         with writing(RESERVED_PART):
             return Leftovers.of(self._temporaries.sweep(before_s, dry_run=dry_run))
 
@@ -551,7 +542,7 @@ def _may_write(folder: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in `folder` under names that keys can have, in the order of keys."""
+    """Entries of `folder` with names that keys can have, in the order of keys."""
     try:
         with os.scandir(folder) as found:
             named = [entry for entry in found if _NAME.fullmatch(entry.name)]

@@ -95,7 +95,7 @@ _KMS_KEY = re.compile(r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys
 
 @dataclass(frozen=True, slots=True)
 class GcsSettings:
-    """What a gs:// URL says of a bucket; credentials are never among it.
+    """Settings of a gs:// URL; never credentials.
 
     Attributes:
         endpoint: Of another service than Google's public one: an emulator, or a private one.
@@ -188,11 +188,9 @@ class GcsBucket:
         self._class = {"storageClass": settings.storage_class} if settings.storage_class else {}
 
     def close(self) -> None:
-        """See `Bucket.close`."""
         self._requests.close()
 
     def after_fork(self) -> None:
-        """See `Bucket.after_fork`."""
         self._requests.after_fork()
 
     def _bucket_path(self) -> str:
@@ -204,13 +202,11 @@ class GcsBucket:
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, name: str, first: int = 0, length: int | None = None, *, if_version: str | None = None) -> Answer:
-        """See `Bucket.read`."""
         if length is None and not first:
             return self._get(name, None, if_version)
         return self._get(name, f"bytes={first}-{'' if length is None else first + length - 1}", if_version)
 
     def read_tail(self, name: str, length: int) -> Answer:
-        """See `Bucket.read_tail`."""
         return self._get(name, f"bytes=-{length}", None)
 
     def _get(self, name: str, span: str | None, generation: str | None) -> Answer:
@@ -239,7 +235,6 @@ class GcsBucket:
         return Answer(size, version, first, length, asked.body(response, length=length, checksum=whole))
 
     def head(self, name: str) -> Head:
-        """See `Bucket.head`."""
         try:
             found = self._requests.asking(f"looking at {name}").json("GET", self._object_path(name), self._payer)
         except NotThere as error:
@@ -249,7 +244,6 @@ class GcsBucket:
             return Head(_size(found["size"]), _generation(found["generation"]), _text(nonce))
 
     def list_page(self, prefix: str, after: str) -> Page:
-        """See `Bucket.list_page`."""
         fields = "kind,items(name,size,generation),nextPageToken"
         for items, more in self._pages(prefix, after, fields):
             with self._requests.understanding(f"listing {prefix}"):
@@ -294,7 +288,6 @@ class GcsBucket:
     # --- writing ---------------------------------------------------------------------------------
 
     def put(self, name: str, data: memoryview, *, nonce: str, if_version: str | None = None) -> str:
-        """See `Bucket.put`."""
         told = {"metadata": {_NONCE: nonce}} if nonce else {}
         return self._insert(name, data, {**self._class, **told}, _generation_condition(if_version))
 
@@ -321,7 +314,7 @@ class GcsBucket:
             return _generation(made["generation"])
 
     def delete(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """See `Bucket.delete`; a request each."""
+        """A request each."""
         failed = {}
         for name in names:
             try:
@@ -341,13 +334,13 @@ class GcsBucket:
     # --- values in parts ---------------------------------------------------------------------------
 
     def begin(self, name: str, *, nonce: str) -> str:
-        """See `Bucket.begin`; no request. The upload is the nonce: it will be in the metadata of the object."""
+        """No request. The upload is the nonce: it will be in the metadata of the object."""
         return nonce or secrets.token_hex(16)
 
     def put_part(self, name: str, upload: str, number: int, data: memoryview) -> str:
-        """See `Bucket.put_part`; the tag is the part's generation and size.
+        """The tag is the part's generation and size.
 
-        A part is created, never replaced: whoever may only create objects can write it.
+        A part is created, never replaced: the right to create objects is enough.
         """
         part = self._part_name(upload, f"{number:05}")
         # The bucket's own class may be one in which a removed object is paid for by the month.
@@ -363,7 +356,7 @@ class GcsBucket:
         return f"{generation} {data.nbytes}"
 
     def complete(self, name: str, upload: str, tags: Sequence[str], *, if_version: str | None = None) -> str:
-        """See `Bucket.complete`; one request for up to 32 parts, then one for each 32."""
+        """One request for up to 32 parts, then one for each 32."""
         sources = [
             _Source(self._part_name(upload, f"{number:05}"), generation, int(size))
             for number, (generation, size) in enumerate((tag.split(" ") for tag in tags), start=1)
@@ -449,12 +442,11 @@ class GcsBucket:
             self.abort(name, upload)
 
     def abort(self, name: str, upload: str) -> None:
-        """See `Bucket.abort`."""
         for part in list(self._parts_of(name, upload)):
             self._delete(part.name, part.generation)  # by its generation, so that no old version of it stays
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
-        """See `Bucket.uploads`; the age is that of the youngest part."""
+        """The age is that of the youngest part."""
         newest: dict[str, tuple[str, float]] = {}
         for page, _ in self._pages(self._parts, "", "kind,items(name,updated,metadata),nextPageToken"):
             with self._requests.understanding(f"listing {self._parts}"):
@@ -469,7 +461,6 @@ class GcsBucket:
             yield Upload(target, upload, now_s - written_s)
 
     def upload_bytes(self, name: str, upload: str) -> int:
-        """See `Bucket.upload_bytes`."""
         sizes = [part.size for part in self._parts_of(name, upload)]
         if not sizes:
             raise UploadGone(f"{name}: there is no such upload")

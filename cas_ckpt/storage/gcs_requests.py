@@ -243,7 +243,7 @@ def _time_answers(session: Any, adapter: _Adapter) -> None:
 
 
 def _found_credentials() -> Any:
-    """What Google's chain finds; services that it asks for them have to answer in time, too."""
+    """Credentials from Google's default chain; the services that it asks have to answer in time, too."""
     with requests.Session() as session:
         _time_answers(session, _Adapter(max_retries=_TOKEN_RETRIES))
         return google.auth.default(scopes=storage.Client.SCOPE, request=Request(session))[0]
@@ -353,7 +353,7 @@ class UploadBody:
 
 
 class StreamedBody:
-    """See `bucket.Body`."""
+    """The body of an answer, verified against its checksum; implements `Body`."""
 
     def __init__(self, asking: Asking, response: requests.Response, length: int, checksum: str | None) -> None:
         self._asking = asking
@@ -387,7 +387,6 @@ class StreamedBody:
         return got
 
     def close(self) -> None:
-        """See `Body.close`."""
         self._response.close()
 
 
@@ -417,7 +416,7 @@ def base64_crc32c(crc: int) -> str:
 
 
 def _message_of(answer: bytes) -> str:
-    """What the service says of an error: JSON, or plain text."""
+    """The error message of the service: JSON, or plain text."""
     try:
         return str(json.loads(answer)["error"]["message"])[:300]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -451,7 +450,7 @@ def _error_of(error: Exception, doing: str) -> CkptError:
 
 
 def _cause_of(error: Exception) -> object:
-    """What broke a connection: urllib3 tells it last, after the whole URL and its count of attempts."""
+    """The cause of a broken connection: urllib3 puts it last, after the whole URL and the count of attempts."""
     return getattr(error.args[0] if error.args else None, "reason", None) or error
 
 

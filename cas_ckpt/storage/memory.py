@@ -2,7 +2,7 @@
 
 Long values are mapped memory, which grows without a copy and is filled while other threads run.
 
-Invariant: nobody writes into a value, and values are replaced under one lock, so that a view of an older one stays what
+Invariant: a value is never modified, and values are replaced under one lock, so that a view of an older one stays what
 it was. Must not know: files, URLs.
 """
 
@@ -61,7 +61,6 @@ class MemoryStore(Uncopied):
         self._lock = threading.RLock()
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         value = self._value(key)
         if len(value) > MOST_VALUE_BYTES:
             raise too_long(key, len(value))
@@ -75,7 +74,7 @@ class MemoryStore(Uncopied):
             raise missing(key) from None
 
     def get_range(self, key: str, offset: int, length: int) -> memoryview:
-        """See `Store.get_range`; always a view."""
+        """Always a view."""
         check_range(key, offset, length)
         value = self._value(key)
         if offset + length > len(value):
@@ -83,13 +82,12 @@ class MemoryStore(Uncopied):
         return memoryview(value)[offset : offset + length]
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
         check_range(key, 0, length)
         value = self._value(key)
         return len(value), bytes(value[max(0, len(value) - length) :])
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`; everything is in memory, so the answer is always True."""
+        """Everything is in memory, so the answer is always True."""
         view = writable_view(target)
         copy_bytes(view, self.get_range(key, offset, view.nbytes))
         return True
@@ -98,27 +96,24 @@ class MemoryStore(Uncopied):
         self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
         parts: Sequence[Part], cached_only: bool = False,
     ) -> int:  # fmt: skip
-        """See `ReadsLeaves`."""
         return native.read_leaves(self.get_range(key, offset, size), 0, first, size, leaf_bytes, digests, parts)
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`; nothing to do."""
+        """Nothing to do."""
         check_key(key)
         check_range(key, offset, length)
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`; durable only while the process lives, as `abilities` say."""
+        """Durable only while the process lives, as `abilities` say."""
         check_key(key)
         value = _copied(data)
         with self._lock:
             self._values[key] = value
 
     def open_writer(self, key: str) -> MemoryWriter:
-        """See `Store.open_writer`."""
         return MemoryWriter(self, check_key(key))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         check_key(key)
         self._create(key, _copied(data))
 
@@ -129,7 +124,6 @@ class MemoryStore(Uncopied):
             self._values[key] = value
 
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """See `Store.compare_and_swap`."""
         check_key(key)
         value = _copied(data)
         with self._lock:
@@ -139,18 +133,16 @@ class MemoryStore(Uncopied):
             self._values[key] = value
 
     def head(self, key: str) -> int:
-        """See `Store.head`."""
         return len(self._value(key))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`; a snapshot."""
+        """A snapshot."""
         check_prefix(prefix)
         with self._lock:
             found = sorted((key, len(value)) for key, value in self._values.items() if key.startswith(prefix))
         return iter(found)
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         check_key(key)
         with self._lock:
             self._values.pop(key, None)
@@ -170,7 +162,6 @@ class MemoryWriter:
         self._open = True
 
     def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`."""
         self._require_open()
         self._open = False  # poisoned, should the next line raise
         view = byte_view(data)
@@ -189,7 +180,6 @@ class MemoryWriter:
             copy_bytes(memoryview(self._data)[: len(former)], former)
 
     def commit(self) -> None:
-        """See `StreamWriter.commit`."""
         self._require_open()
         self._open = False
         if self._filled < MAPPED_BYTES:
@@ -199,7 +189,6 @@ class MemoryWriter:
             self._store._create(self._key, memoryview(self._data).toreadonly())
 
     def abort(self) -> None:
-        """See `StreamWriter.abort`."""
         self._open = False
         self._data = new_buffer(1)
 

@@ -85,7 +85,7 @@ class ObjectReads:
             raise EndsBefore(name, self._bucket.head(name).size) from error
 
     def _steady(self, name: str, read: Callable[[], T]) -> T:
-        """What `read` answers, begun anew where the value was replaced meanwhile."""
+        """The result of `read`, restarted if the value was replaced meanwhile."""
         for _ in range(_MOST_RESTARTS):
             with suppress(ConditionFailed):  # replaced by another value: that one is read
                 return read()
@@ -199,7 +199,7 @@ def _other_range(name: str, answer: Answer) -> StorageError:
 
 
 MOST_HELD_BYTES = 64 << 20
-"""What is held back; where it is more, the order is taken for that of code points: a listing may be without end."""
+"""Most bytes of held-back items; beyond that the order is taken for that of code points: a listing may be endless."""
 
 # --- listings in order of code points --------------------------------------------------------
 #
@@ -244,7 +244,7 @@ def by_code_points(listed: Iterable[Listed], prefix: str) -> Iterator[Listed]:
 
 
 def _in_folders(name: str) -> str:
-    """What orders names folder by folder."""
+    """Sort key that orders names folder by folder."""
     return name.replace("/", "\0")
 
 

@@ -127,7 +127,6 @@ class ObjectStore(Uncopied):
 
     @property
     def abilities(self) -> Abilities:
-        """See `Store.abilities`."""
         return Abilities(
             durable=True,
             local=False,
@@ -156,14 +155,13 @@ class ObjectStore(Uncopied):
     # --- reading ---------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         name = self.name(key)
         value, version = self._reads.whole(name)
         self._note(key, value, version)
         return value
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
-        """See `Store.get_range`; long ranges are read in parts at once."""
+        """Long ranges are read in parts at once."""
         name = self.name(key)
         check_range(key, offset, length)
         if length > _MOST_AT_ONCE_BYTES or not length:
@@ -177,7 +175,7 @@ class ObjectStore(Uncopied):
         return target.toreadonly()
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`; one request."""
+        """One request."""
         name = self.name(key)
         check_range(key, 0, length)
         if not length:
@@ -186,7 +184,7 @@ class ObjectStore(Uncopied):
         return self._reads.tail(name, length)
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`; nothing is kept in memory here, so with `cached_only` the answer is False."""
+        """Nothing is kept in memory here, so with `cached_only` the answer is False."""
         name = self.name(key)
         check_range(key, offset, 0)
         view = writable_view(target)
@@ -199,11 +197,10 @@ class ObjectStore(Uncopied):
         return True
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`; nothing to do."""
+        """Nothing to do."""
         check_range(check_key(key), offset, length)
 
     def head(self, key: str) -> int:
-        """See `Store.head`."""
         return self.bucket.head(self.name(key)).size
 
     def _read_span(self, key: str, name: str, offset: int, view: memoryview) -> None:
@@ -216,7 +213,7 @@ class ObjectStore(Uncopied):
     # --- writing -----------------------------------------------------------------------------------
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`; a long value is sent in parts at once."""
+        """A long value is sent in parts at once."""
         name, view = self.name(key), byte_view(data)
         self._forget(key)
         if view.nbytes <= self.bucket.part_bytes:
@@ -231,11 +228,10 @@ class ObjectStore(Uncopied):
             upload.abort()
 
     def open_writer(self, key: str) -> ObjectWriter:
-        """See `Store.open_writer`."""
         return ObjectWriter(self, key, self.name(key))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`; one request."""
+        """One request."""
         name, view = self.name(key), byte_view(data)
         self._forget(key)
         if self._one_writer is not None:
@@ -251,7 +247,7 @@ class ObjectStore(Uncopied):
         self._note(key, view, version)
 
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """See `Store.compare_and_swap`; one request, if the value was read or written here before, else two."""
+        """One request, if the value was read or written here before, else two."""
         name, view = self.name(key), byte_view(data)
         if self._one_writer is not None:
             with self._one_writer:
@@ -275,13 +271,13 @@ class ObjectStore(Uncopied):
         raise changed_meanwhile(key, gone=False)
 
     def emulate_conditions(self) -> None:
-        """See `EmulatesConditions.emulate_conditions`; threads of this process keep to it too."""
+        """Threads of this process keep to it too."""
         if self._one_writer is None:
             self._one_writer = threading.Lock()
 
     @property
     def completion_condition(self) -> str | None:
-        """What the completion of an upload asks for: nothing where the service ignores conditions."""
+        """Condition for the completion of an upload; none if the service ignores conditions."""
         return ABSENT if self._one_writer is None else None
 
     def require_absent(self, key: str, name: str) -> None:
@@ -311,14 +307,13 @@ class ObjectStore(Uncopied):
         self._note(key, view, after)
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         name = self.name(key)
         self._forget(key)
         for error in self.bucket.delete([name]).values():
             raise error
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `DeletesMany.delete_many`; as many in a request as the vendor takes, several requests at once.
+        """As many in a request as the vendor takes, several requests at once.
 
         Raises:
             CkptError: of the first key that could not be deleted; the others were tried all the same.
@@ -343,12 +338,10 @@ class ObjectStore(Uncopied):
     # --- listing -----------------------------------------------------------------------------------
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`."""
         check_prefix(prefix)
         return ((found.key, found.num_bytes) for found in self._listed(prefix))
 
     def list_versions(self, prefix: str) -> Iterator[ListedVersion]:
-        """See `ListsVersions.list_versions`."""
         check_prefix(prefix)
         return self._listed(prefix)
 
@@ -361,7 +354,7 @@ class ObjectStore(Uncopied):
                 yield ListedVersion(key, item.size, item.version)
 
     def _pages(self, whole: str) -> Iterator[Listed]:
-        """What all pages hold of the objects whose names start with `whole`, as the service lists them."""
+        """All objects whose names start with `whole`, page by page, in the order of the service."""
         last, count = "", 0
         more = True
         while more:
@@ -382,7 +375,7 @@ class ObjectStore(Uncopied):
     # --- what writers left, and the end ---------------------------------------------------------------
 
     def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
-        """See `LeavesTemporaries`: uploads that were begun so long ago, by the server's clock, are aborted.
+        """Uploads that were begun so long ago, by the server's clock, are aborted.
 
         See `object_uploads.sweep_uploads` for which are spared.
         """
@@ -393,7 +386,6 @@ class ObjectStore(Uncopied):
         return Leftovers.of(sizes)
 
     def close(self) -> None:
-        """See `Store.close`."""
         self._workers.close()
         self.bucket.close()
         with self._lock:
@@ -436,7 +428,7 @@ class ObjectWriter:
         self._open = True
 
     def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`; waits while all threads of the store are busy."""
+        """Waits while all threads of the store are busy."""
         self._require_open()
         self._open = False  # poisoned, should anything raise
         view = byte_view(data)
@@ -451,7 +443,6 @@ class ObjectWriter:
         self._open = True
 
     def commit(self) -> None:
-        """See `StreamWriter.commit`."""
         self._require_open()
         self._open = False
         store, upload = self._store, self._upload
@@ -469,7 +460,6 @@ class ObjectWriter:
             self.abort()
 
     def abort(self) -> None:
-        """See `StreamWriter.abort`."""
         self._open = False
         self._upload.abort()
         buffer, self._buffer = self._buffer, bytearray()

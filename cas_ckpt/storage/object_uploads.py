@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_live_uploads.clear)  # they are the parent's
 
 
 def new_nonce() -> str:
-    """What tells our own write from others."""
+    """A token that identifies our own write."""
     return secrets.token_hex(16)
 
 
@@ -46,7 +46,7 @@ def settle(bucket: Bucket, name: str, nonce: str, error: CkptError, refused: Ckp
     """The version of our own write, whose outcome `error` leaves open.
 
     Raises:
-        TransientStorageError: nobody can tell. `refused`: it was not done.
+        TransientStorageError: it cannot be decided. `refused`: it was not done.
     """
     if isinstance(error, ConditionFailed) and not error.retried:
         raise refused from error
@@ -62,7 +62,7 @@ def settle(bucket: Bucket, name: str, nonce: str, error: CkptError, refused: Ckp
 
 
 def _look(bucket: Bucket, name: str, error: CkptError) -> Head:
-    """What is there after `error`; without a version if there is nothing.
+    """The object that is there after `error`; without a version if there is none.
 
     Raises:
         TransientStorageError: nobody can tell.

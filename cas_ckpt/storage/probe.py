@@ -1,4 +1,4 @@
-"""What a medium really does, found by trying.
+"""Probes of what a medium really supports.
 
 `probe_conditions`: does it honour conditional writes? Some "S3-compatible" ones ignore them. The verdict never
 believes `abilities`; what was written for it is deleted again.
@@ -38,14 +38,14 @@ def is_probe(key: str) -> bool:
 
 
 def sweep_probes(store: Store) -> None:
-    """Delete what probes left that were killed; nobody may be probing, as nobody does once there is a repository."""
+    """Delete leftovers of killed probes; no probe may be running, as none does once there is a repository."""
     for key in filter(is_probe, few_keys(store, PROBE_PREFIX)):
         store.delete(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a probe of conditional writes found.
+    """Result of a probe of conditional writes.
 
     Attributes:
         exclusive_create: The second of two creates was refused and the first value stayed.
@@ -93,7 +93,7 @@ def probe_conditions(store: Store) -> Verdict:
 
 
 def probe_listing(store: Store) -> None:
-    """See that a listing of a flat folder, as that of packs is, comes in order; leaves nothing behind.
+    """Check that a listing of a flat folder, as that of packs is, comes in order; leaves nothing behind.
 
     Raises:
         StorageError: it does not, or the store cannot be written.
@@ -112,7 +112,7 @@ def probe_listing(store: Store) -> None:
 
 
 def _error_of(call: Callable[[], None]) -> ConflictError | StorageError | None:
-    """What the call raised: a refusal, or a failure (an ability that is lacking), which proves nothing."""
+    """The error of the call: a rejection, or a failure (an ability that is lacking), which proves nothing."""
     try:
         call()
     except (ConflictError, StorageError) as error:

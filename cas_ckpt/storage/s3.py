@@ -139,7 +139,7 @@ _ADVICE: Mapping[str, tuple[type[StorageError], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """What an s3:// URL says of a bucket; credentials are never among it."""
+    """Settings of an s3:// URL; never credentials."""
 
     bucket: str
     endpoint: str | None = None
@@ -220,11 +220,9 @@ class S3Bucket:
         return self._session.client("s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings))
 
     def close(self) -> None:
-        """See `Bucket.close`."""
         self._client.close()
 
     def after_fork(self) -> None:
-        """See `Bucket.after_fork`."""
         self._client.after_fork()
         self._session = None
 
@@ -260,7 +258,7 @@ class S3Bucket:
         return error if text == str(error) else reworded(error, text)
 
     def _secrets(self) -> list[str]:
-        """What no text may hold."""
+        """Secrets that no message may contain."""
         try:
             credentials = self._session.get_credentials() if self._session is not None else None
             frozen = credentials.get_frozen_credentials() if credentials is not None else None
@@ -271,14 +269,12 @@ class S3Bucket:
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, name: str, first: int = 0, length: int | None = None, *, if_version: str | None = None) -> Answer:
-        """See `Bucket.read`."""
         wanted = (
             None if length is None and not first else f"bytes={first}-{'' if length is None else first + length - 1}"
         )
         return self._get(name, _given(Range=wanted, IfMatch=if_version))
 
     def read_tail(self, name: str, length: int) -> Answer:
-        """See `Bucket.read_tail`."""
         return self._get(name, {"Range": f"bytes=-{length}"})
 
     def _get(self, name: str, asked: Mapping[str, str]) -> Answer:
@@ -293,13 +289,11 @@ class S3Bucket:
                 raise
 
     def head(self, name: str) -> Head:
-        """See `Bucket.head`."""
         with self._asking("looking at", name) as client:
             reply = client.head_object(**self._common, Key=name)
             return Head(_size(reply["ContentLength"]), _version_of(reply), reply.get("Metadata", {}).get(_NONCE, ""))
 
     def list_page(self, prefix: str, after: str) -> Page:
-        """See `Bucket.list_page`."""
         with self._asking("listing", prefix) as client:
             asked = _given(StartAfter=after or None)
             reply = client.list_objects_v2(**self._common, Prefix=prefix, MaxKeys=_PAGE, **asked)
@@ -314,7 +308,6 @@ class S3Bucket:
     # --- writing ---------------------------------------------------------------------------------
 
     def put(self, name: str, data: memoryview, *, nonce: str, if_version: str | None = None) -> str:
-        """See `Bucket.put`."""
         asked = {"Body": _payload(data), **self._checksum(data), **self._new, **_condition(if_version)}
         if nonce:
             asked["Metadata"] = {_NONCE: nonce}
@@ -322,7 +315,6 @@ class S3Bucket:
             return self._conditional(name, lambda: client.put_object(**self._common, Key=name, **asked), if_version)
 
     def begin(self, name: str, *, nonce: str) -> str:
-        """See `Bucket.begin`."""
         asked = {"ChecksumAlgorithm": "CRC32"} if self.settings.checksum == "crc32" else {}
         with self._asking("beginning an upload of", name) as client:
             reply = client.create_multipart_upload(
@@ -331,7 +323,7 @@ class S3Bucket:
             return str(reply["UploadId"])
 
     def put_part(self, name: str, upload: str, number: int, data: memoryview) -> str:
-        """See `Bucket.put_part`; the tag is the ETag and the checksum of the part."""
+        """The tag is the ETag and the checksum of the part."""
         checksum = self._checksum(data)
         with self._asking(f"uploading part {number} of", name) as client:
             reply = client.upload_part(
@@ -340,7 +332,6 @@ class S3Bucket:
             return f"{reply['ETag']} {checksum.get('ChecksumCRC32', '')}"
 
     def complete(self, name: str, upload: str, tags: Sequence[str], *, if_version: str | None = None) -> str:
-        """See `Bucket.complete`."""
         parts = []
         for number, tag in enumerate(tags, start=1):
             etag, _, checksum = tag.rpartition(" ")
@@ -364,7 +355,6 @@ class S3Bucket:
                 raise
 
     def abort(self, name: str, upload: str) -> None:
-        """See `Bucket.abort`."""
         with self._asking("aborting the upload of", name) as client:
             try:
                 client.abort_multipart_upload(**self._common, Key=name, UploadId=upload)
@@ -373,7 +363,7 @@ class S3Bucket:
                     raise
 
     def delete(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """See `Bucket.delete`; up to 1,000 a request."""
+        """Up to 1,000 a request."""
         if len(names) == 1:
             return self._delete_one(names[0])
         failed: dict[str, CkptError] = {}
@@ -426,7 +416,6 @@ class S3Bucket:
     # --- uploads that were not finished ---------------------------------------------------------------
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
-        """See `Bucket.uploads`."""
         marker: dict[str, str] = {}
         count = 0
         while True:
@@ -454,7 +443,6 @@ class S3Bucket:
             marker = after
 
     def upload_bytes(self, name: str, upload: str) -> int:
-        """See `Bucket.upload_bytes`."""
         size, marker = 0, 0
         with self._asking("looking at an upload of", name) as client:
             while True:
@@ -481,7 +469,6 @@ class S3Body:
         self._stream = stream
 
     def readinto(self, target: memoryview) -> int:
-        """See `Body.readinto`."""
         try:
             piece = self._stream._raw_stream.read1(target.nbytes)  # what is there: a slow server is noticed above
             target[: len(piece)] = piece
@@ -490,7 +477,6 @@ class S3Body:
             raise TransientStorageError(f"reading {self._name}: the connection broke off: {error!s:.200}") from error
 
     def close(self) -> None:
-        """See `Body.close`."""
         self._stream.close()
 
 
@@ -645,7 +631,7 @@ def _retries_of(error: ClientError) -> int:
 
 
 def _of_object(error: ClientError, name: str) -> CkptError | None:
-    """What says something of the object rather than of the request."""
+    """Headers about the object rather than the request."""
     code = _code_of(error)
     if code in _MISSING_CODES:
         return missing(name)

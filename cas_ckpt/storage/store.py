@@ -55,7 +55,7 @@ _STEM = re.compile(rf"[A-Za-z0-9._-]{{0,{MAX_PART_BYTES}}}")
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a store can do beyond the contract; declared, never faked.
+    """Optional abilities of a store beyond the contract; declared, never faked.
 
     Attributes:
         durable: What a write returned for outlives the process and a power failure.
@@ -129,7 +129,7 @@ class Store(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """What this store can do beyond the contract."""
+        """Optional abilities of this store."""
         ...
 
     def get(self, key: str) -> bytes:
@@ -145,9 +145,8 @@ class Store(Protocol):
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
         """Exactly `length` bytes from `offset`, as read-only bytes or a view that stays valid.
 
-        The key MUST be treated as write-once by whoever replaces it from another process: a
-        store MAY keep it open. Replaced or deleted through this handle, the old bytes MUST NOT
-        be answered.
+        Other processes MUST treat the key as write-once: a store MAY keep it open. Once it is replaced or deleted
+        through this handle, the old bytes MUST NOT be returned.
 
         Raises:
             NotFoundError: no such key.
@@ -363,7 +362,7 @@ def exists(store: Store, key: str) -> bool:
 def few_keys(
     store: Store, prefix: str, *, most: int | None = None, instead: str = "nobody writes so many"
 ) -> list[str]:
-    """The keys that start with `prefix`, under which there are records: few, as long as nobody means harm.
+    """The keys that start with `prefix`, under which there are records: few, except in a hostile store.
 
     Args:
         most: How many that may be; None: `MOST_KEYS`. instead: What the message says of more.
@@ -466,7 +465,7 @@ def writable_view(target: memoryview) -> memoryview:
 
 
 class Closed:
-    """What a repository has in place of its store and its index once it is closed."""
+    """Replaces the store and the index of a repository that was closed."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -13,7 +13,7 @@ from typing import Any
 from zipfile import ZIP_STORED, ZipFile
 
 MAGIC = b"PK\x03\x04"
-"""What a zip with members begins with."""
+"""The first bytes of a zip with members."""
 
 MAX_DIRECTORY_BYTES = 64 << 20
 """At some 60 bytes for a member: about a million."""

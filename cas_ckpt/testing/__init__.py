@@ -1,4 +1,4 @@
-"""What ships for testing stores, and work over them. Its names are public.
+"""Public tools for testing stores and code over them.
 
     store_suite.py    the conformance suite: what every store must do
     store_values.py   its checks of values, listings and ranges, and what all checks share

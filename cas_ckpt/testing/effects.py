@@ -52,7 +52,7 @@ class CrashNow(BaseException):
 
 
 class Fault(enum.Enum):
-    """What goes wrong with an effect."""
+    """Kinds of faults of an effect."""
 
     FAIL = "not done, raises"
     DIE_BEFORE = "not done, nothing happens any more"
@@ -251,7 +251,7 @@ class _Medium:
 
 
 class WatchedDisk:
-    """What was done to the files below `root`, and what of it survives when the power fails.
+    """Records changes to the files below `root`, and which of them survive a power failure.
 
     The model is as strict as POSIX allows: bytes are on the medium once their file was synced, a name
     (new, changed or removed) once its folder was; a file's sync says nothing of its name. Until then
@@ -282,7 +282,6 @@ class WatchedDisk:
     # --- what the store calls in place of os ----------------------------------------------
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        """See `os.open`."""
         with self._lock:
             fd = os.open(path, flags, mode)
             inside = self._inside(path)
@@ -298,7 +297,6 @@ class WatchedDisk:
             return fd
 
     def write(self, fd: int, data: Any) -> int:
-        """See `os.write`."""
         with self._lock:
             number, done = self._open.get(fd), os.write(fd, data)
             if isinstance(number, int):
@@ -307,7 +305,6 @@ class WatchedDisk:
             return done
 
     def fsync(self, fd: int) -> None:
-        """See `os.fsync`."""
         with self._lock:
             os.fsync(fd)
             what = self._open.get(fd)
@@ -317,20 +314,17 @@ class WatchedDisk:
                 self._journal.append(lambda medium: _sync(medium.files[what]))
 
     def mkdir(self, path: Any, mode: int = 0o777) -> None:
-        """See `os.mkdir`."""
         with self._lock:
             os.mkdir(path, mode)
             if inside := self._inside(path):
                 self._created(inside, is_folder=True)
 
     def link(self, source: Any, target: Any) -> None:
-        """See `os.link`."""
         with self._lock:
             os.link(source, target)
             self._named(self._inside(target), self._numbers.get(self._inside(source) or ""))
 
     def replace(self, source: Any, target: Any) -> None:
-        """See `os.replace`."""
         with self._lock:
             os.replace(source, target)
             before = self._inside(source)
@@ -340,7 +334,6 @@ class WatchedDisk:
     rename = replace
 
     def unlink(self, path: Any) -> None:
-        """See `os.unlink`."""
         with self._lock:
             os.unlink(path)
             self._named(self._inside(path), None)

@@ -42,7 +42,7 @@ def truncate(size: int) -> Damage:
 
 
 def _no_bytes(answer: object) -> int:
-    """What a request moves that moves no bytes of values."""
+    """Bytes of a request that moves no values."""
     return 0
 
 
@@ -64,49 +64,39 @@ class _StoreAround:
 
     @property
     def url(self) -> str:
-        """See `Store.url`."""
         return self.inner.url
 
     @property
     def abilities(self) -> Abilities:
-        """See `Store.abilities`."""
         return self.inner.abilities
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         return self._ask("get", key, lambda store: store.get(key), moved=len)
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
-        """See `Store.get_range`."""
         return self._ask("get_range", key, lambda store: store.get_range(key, offset, length), moved=lambda _: length)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
         return self._ask("get_tail", key, lambda store: store.get_tail(key, length), moved=lambda found: len(found[1]))
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`."""
         return self._ask(
             "read_into", key, lambda store: store.read_into(key, offset, target, cached_only=cached_only),
             moved=lambda done: target.nbytes if done else 0,
         )  # fmt: skip
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`."""
         self._ask("prefetch", key, lambda store: store.prefetch(key, offset, length))
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._ask("put", key, lambda store: store.put(key, data), moved=lambda _: memoryview(data).nbytes)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._ask(
             "put_if_absent", key, lambda store: store.put_if_absent(key, data), moved=lambda _: memoryview(data).nbytes
         )
 
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """See `Store.compare_and_swap`."""
         self._ask(
             "compare_and_swap",
             key,
@@ -115,30 +105,26 @@ class _StoreAround:
         )
 
     def head(self, key: str) -> int:
-        """See `Store.head`."""
         return self._ask("head", key, lambda store: store.head(key))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`."""
         return self._ask("list", prefix, lambda store: store.list(prefix))
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         self._ask("delete", key, lambda store: store.delete(key))
 
     def close(self) -> None:
-        """See `Store.close`; works after a planned death too, so that tests can tidy up."""
+        """Works after a planned death too, so that tests can tidy up."""
         self.inner.close()
 
 
 class _WriterAround:
-    """What every writer around an `inner` one does alike."""
+    """Base of writers that wrap an `inner` one."""
 
     def __init__(self, inner: StreamWriter) -> None:
         self.inner = inner
 
     def abort(self) -> None:
-        """See `StreamWriter.abort`."""
         self.inner.abort()
 
     def __enter__(self) -> Self:
@@ -173,12 +159,11 @@ class FaultyStore(_StoreAround):
         return ask(memory)
 
     def open_writer(self, key: str) -> FaultyWriter:
-        """See `Store.open_writer`."""
         self.effects.require_alive()
         return FaultyWriter(self.effects, key, self.inner.open_writer(key))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`; a damaged value has the size that it is read with."""
+        """A damaged value has the size that it is read with."""
         return ((key, self.head(key) if key in self.damage else size) for key, size in super().list(prefix))
 
 
@@ -192,15 +177,12 @@ class FaultyWriter(_WriterAround):
         self._poisoned = False
 
     def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`."""
         self._perform("write", lambda: self.inner.write(data))
 
     def commit(self) -> None:
-        """See `StreamWriter.commit`."""
         self._perform("commit", self.inner.commit)
 
     def abort(self) -> None:
-        """See `StreamWriter.abort`."""
         self._effects.require_alive()
         super().abort()
 
@@ -238,7 +220,7 @@ class CountingStore(_StoreAround):
         self._lock = threading.Lock()
 
     def tally(self, method: str) -> Tally:
-        """What `method` did since the last `reset`."""
+        """Calls and bytes of `method` since the last `reset`."""
         with self._lock:
             return self._tallies.get(method, Tally())
 
@@ -275,7 +257,6 @@ class CountingStore(_StoreAround):
         return answer
 
     def open_writer(self, key: str) -> CountingWriter:
-        """See `Store.open_writer`."""
         writer = CountingWriter(self, self.inner.open_writer(key))
         self.count("open_writer")
         return writer
@@ -289,11 +270,9 @@ class CountingWriter(_WriterAround):
         self._store = store
 
     def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`."""
         self.inner.write(data)
         self._store.count("write", memoryview(data).nbytes)
 
     def commit(self) -> None:
-        """See `StreamWriter.commit`."""
         self.inner.commit()
         self._store.count("commit")

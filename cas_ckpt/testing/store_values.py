@@ -41,7 +41,7 @@ class StoreCase:
 
     @property
     def prefix(self) -> str:
-        """Where this check keeps its keys; nobody else's are there."""
+        """Prefix of the keys of this check alone."""
         # Several threads may be the first to ask, and `cached_property` has no lock since Python 3.12.
         return str(self.__dict__.setdefault("_prefix", f"conformance/{secrets.token_hex(8)}/"))
 
@@ -106,7 +106,7 @@ def skip(reason: str) -> NoReturn:
 
 
 def at_once(call: Callable[[A], T], arguments: Sequence[A]) -> list[T | Exception]:
-    """What `call` answered or raised for each argument, all calls begun at the same moment."""
+    """Results or errors of `call` for each argument, all calls started at the same time."""
     start = threading.Barrier(len(arguments))
 
     def run(argument: A) -> T | Exception:

@@ -177,31 +177,26 @@ class GroupPeers:
     # ------------------------------------------------------------ the calls
 
     def gather_all(self, message: Buffer) -> list[bytes]:
-        """See `Peers.gather_all`."""
         found = self._collect(Op.GATHER_ALL, dict.fromkeys(self._others(), message))
         return self._by_rank(found, message)
 
     def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
-        """See `Peers.gather`."""
         blame.check_root(root, self.size)
         found = self._collect(Op.GATHER, {} if self.rank == root else {root: message}, root=root)
         return self._by_rank(found, message) if self.rank == root else None
 
     def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
-        """See `Peers.broadcast`."""
         own = blame.check_broadcast(self.rank, root, self.size, message)
         found = self._collect(Op.BROADCAST, dict.fromkeys(self._others(), own), root=root)
         return bytes(found.get(root, own))
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
-        """See `Peers.exchange`."""
         blame.check_exchange(messages, self.size)
         found = self._collect(Op.EXCHANGE, {peer: messages[peer] for peer in self._others()})
         found[self.rank] = messages[self.rank]
         return [found[peer] for peer in range(self.size)]
 
     def fail(self, error: BaseException) -> None:
-        """See `Peers.fail`."""
         if isinstance(error, PeerError) or self._broken is not None:
             return  # known to all; too late
         text, taken = blame.error_text(error), _Taken()
@@ -219,7 +214,6 @@ class GroupPeers:
             taken.is_over = True
 
     def close(self) -> None:
-        """See `Peers.close`."""
         if not self.has_lost_ranks:
             if self._broken is None:  # else this rank has reported another reason already
                 self._reports.post(fault=_HAS_LEFT)

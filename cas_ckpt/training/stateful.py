@@ -359,12 +359,10 @@ class FlatModule(NamedModule):
     __slots__ = ()
 
     def state_dict(self, found: Survey | None = None) -> Any:
-        """See `NamedModule.state_dict`."""
         with _sharded(self.module):
             return super().state_dict(found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `NamedModule.load_state_dict`."""
         with _sharded(self.module):
             super().load_state_dict(state_dict)
 

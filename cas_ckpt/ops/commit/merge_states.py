@@ -433,7 +433,6 @@ class SmallTensor:
         self.data = data
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
-        """See `ArraySource`."""
         data = bytes(self.spec.num_bytes) if self.data is None else self.data
         return np.frombuffer(data, raw_dtype(self.spec.item_bytes)).reshape(self.spec.shape)[box.slices]
 

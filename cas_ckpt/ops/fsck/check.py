@@ -265,7 +265,7 @@ def note_promised(store: Store, finder: ProblemFinder, findings: Findings) -> No
 def ask_promisors(
     store: Store, finder: ProblemFinder, findings: Findings, *, cache: str | os.PathLike[str] | None
 ) -> None:
-    """Add to `findings` what no promisor has any more of what was promised; whom nobody could ask is noted.
+    """Add to `findings` the promised chunks that no promisor has any more; note promisors that do not answer.
 
     Args:
         cache: As for `RepositoryHandle.open`, of the promisors.

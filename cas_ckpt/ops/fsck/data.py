@@ -199,7 +199,7 @@ class _Reading:
                 self._finish(key, 0, [])
 
     def _entries(self, key: str) -> Sequence[ExtentInfo] | None:
-        """What a pack holds; None if that was reported when its structure was looked at, or it was collected since."""
+        """The entries of a pack; None if its structure was reported as damaged, or it was collected since."""
         try:
             return self._structure.entries(self._store, key)
         except (CorruptionError, NotFoundError, UnsupportedVersionError):

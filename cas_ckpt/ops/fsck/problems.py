@@ -81,7 +81,7 @@ class LiveCommits:
 
 
 def live_commits(graph: Graph, records: Records) -> LiveCommits:
-    """What the refs keep, and orphans, which a person may want again; entries of logs whose commits are gone do not."""
+    """Commits that refs keep, and orphans, which a person may want again; not those of logs whose commits are gone."""
     refs: dict[bytes, tuple[str, ...]] = {}
     for ref in records.refs:
         if ref.target is not None:
@@ -105,7 +105,7 @@ def live_commits(graph: Graph, records: Records) -> LiveCommits:
 
 @dataclass(frozen=True, slots=True)
 class Impact:
-    """What some damage reaches.
+    """Commits, refs and keys that some damage hits.
 
     Attributes:
         objects: Ids of objects that are damaged or at risk.
@@ -138,7 +138,7 @@ class ProblemFinder:
         self._look(records)
 
     def _look(self, records: Records) -> None:
-        """See what is live and which packs are gone; the packs were listed after `records`, so that all is there."""
+        """Update what is live and which packs are gone; the packs were listed after `records`, so that all is there."""
         structure = self._structure
         self._records = records
         self.live: LiveCommits = live_commits(CommitGraph(self._index.read(history.read_links)), records)
@@ -208,7 +208,7 @@ class ProblemFinder:
         return bool(self._impact(set(numbers.values()), set(digests) - numbers.keys()).hits)
 
     def impact(self, numbers: set[int]) -> Impact:
-        """What would be lost with these objects."""
+        """The impact of losing these objects."""
         return self._impact(numbers, excused=self.live.only_logged)
 
     def needed_missing(self, reported: Collection[int] = ()) -> set[bytes]:
@@ -266,7 +266,7 @@ class ProblemFinder:
     def _impact(
         self, numbers: set[int], unknown: Collection[bytes] = (), *, excused: Collection[bytes] = frozenset()
     ) -> Impact:
-        """What needs the objects `numbers`.
+        """The impact of losing the objects `numbers`.
 
         Args:
             unknown: Objects of which the index has no number, that are needed too.

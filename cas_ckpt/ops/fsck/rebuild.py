@@ -35,7 +35,7 @@ from cas_ckpt.transfer.workers import map_all
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport:
-    """What a rebuild found.
+    """Result of a rebuild.
 
     Attributes:
         stats: The new index in numbers.
@@ -117,7 +117,7 @@ def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> Re
 
 
 def _catching_up(store: Store, damaged: list[tuple[str, str]]) -> CatchUp:
-    """What came into the store, or went, since an index was filled; damaged packs are added to `damaged`."""
+    """Packs that were added or deleted since an index was filled; damaged packs are added to `damaged`."""
 
     def look(known: Mapping[str, int]) -> Change:
         stored = dict(store.list(PACK_PREFIX))
@@ -141,7 +141,7 @@ def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) ->
 
 
 def _readable(store: Store, packs: Sequence[tuple[str, int]], damaged: list[tuple[str, str]]) -> Iterator[PackRecord]:
-    """What each pack says of itself, in their order; what is said of them elsewhere counts for nothing."""
+    """Records of the packs, in order, read from the packs alone."""
     at_once = store.abilities.parallel
     for batch in pack_batches(packs) if at_once > 1 else ([each] for each in packs):
         found = map_all(partial(_read_one, store), batch, num_threads=at_once)

@@ -28,7 +28,7 @@ from cas_ckpt.storage.file import IN_ITS_PLACE, FileStore, is_no_file
 from cas_ckpt.storage.store import Store, exists, few_keys
 
 ROOT_RECORDS = (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY, TIERS_KEY)
-"""What the root holds beside the config: none has to be there."""
+"""Optional records in the root beside the config."""
 
 _INDEX_PREFIX = "index/"
 _REF_SUFFIX = ".ref"
@@ -38,7 +38,7 @@ _RECORD_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What the records say.
+    """The decoded records.
 
     Attributes:
         config, gc: None where they are damaged.

@@ -72,7 +72,7 @@ GENERATION_MARGIN = 1000
 
 
 def parse_kinds(words: Collection[str]) -> frozenset[RepairKind]:
-    """What `words` ("index", "packs" ...) name.
+    """The kinds that `words` ("index", "packs" ...) name.
 
     Raises:
         InvalidInputError: one of them names nothing that can be repaired.
@@ -98,7 +98,7 @@ def repair_url(
 def repair_store(
     store: Store, request: RepairRequest, *, index_url: str | None = None, progress: Progress = SILENT
 ) -> RepairReport:
-    """The same on an open store; nobody else in this process may have its index open if that is damaged."""
+    """The same on an open store; if the index is damaged, nothing else in this process may have it open."""
     if store.abilities.read_only and not request.dry_run:
         raise PermissionDeniedError(f"{store.url} cannot be written: repair where it can")
     log = RepairLog(request.dry_run)

@@ -404,7 +404,7 @@ class ObjectFetcher:
             waiting += sorted(self.incomplete(below))
 
     def _fetch_one(self, digest: Digest) -> tuple[bytes, ...] | None:
-        """What the object names, once it is fetched; None if no source has it intact."""
+        """Ids that the object refers to, after fetching it; None if no source has it intact."""
         for source in self.sources:
             try:
                 places = source.index.read(contents.locate, [digest]).get(digest, [])

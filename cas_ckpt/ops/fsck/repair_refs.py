@@ -50,7 +50,7 @@ from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, repair_com
 from cas_ckpt.storage.file import FileStore
 
 CLONED_FROM = "origin"
-"""What a clone calls the repository that it copied."""
+"""Name that a clone gives to the repository that it copied."""
 
 _ATTEMPTS = 10
 _MOST_NAMED = 5
@@ -75,7 +75,7 @@ class _BrokenRef:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a ref is to say, and where that is known from."""
+    """The new content of a ref, and its source."""
 
     target: Digest | None
     origin: str
@@ -200,7 +200,7 @@ def _repair_ref(
 def _decide(
     handle: RepositoryHandle, ref: _BrokenRef, sources: Sequence[RepositoryHandle], choice: str | None
 ) -> _Content:
-    """What the ref is to say.
+    """The new content of the ref.
 
     Raises:
         NotFoundError: that is not known for certain.

@@ -17,7 +17,7 @@ from cas_ckpt.storage.store import Store
 
 
 class ProblemKind(StrEnum):
-    """What is damaged."""
+    """Kinds of damage."""
 
     CONFIG = "config"
     GC_STATE = "gc-state"
@@ -30,7 +30,7 @@ class ProblemKind(StrEnum):
 
 
 class Effect(StrEnum):
-    """What a problem means for those who need the data.
+    """Consequence of a problem.
 
     HARMLESS: nothing is lost: there is another copy, or it can be derived, or nobody needs it.
     AT_RISK: every byte can still be read, but only as long as the index lasts, or only by hand.
@@ -43,7 +43,7 @@ class Effect(StrEnum):
 
 
 class RepairKind(StrEnum):
-    """What `--repair` takes, in the order in which repairs have to be run: what must be intact before what."""
+    """Kinds of repairs, in the order in which they have to be run."""
 
     CONFIG = "config"
     STATE = "state"
@@ -100,7 +100,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FsckReport(Brief):
-    """What a check found.
+    """Result of a check.
 
     Attributes:
         num_packs, num_entries, num_nodes, num_commits, num_refs: What was looked at.
@@ -186,7 +186,7 @@ def repair_command(store: Store, kind: RepairKind, options: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class RepairRequest:
-    """What to repair, and with what.
+    """Kinds of repairs, and the sources for them.
 
     Attributes:
         kinds: Only these; `chunks` takes damaged packs out of use as well.
@@ -214,7 +214,7 @@ class RepairAction:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepairReport(Brief):
-    """What a repair did.
+    """Result of a repair.
 
     Attributes:
         actions: In the order in which it was done.

@@ -53,7 +53,7 @@ _MOST_NAMED = 5
 
 @dataclass(slots=True)
 class PackFinding:
-    """What one pack holds and what is wrong with it.
+    """Entries of one pack, and its damage.
 
     Attributes:
         broken: Why its structure (header, trailer, directory) cannot be relied on; None if it can.
@@ -83,7 +83,7 @@ class PackFinding:
 
 @dataclass(slots=True)
 class Structure:
-    """What the packs say.
+    """Structure of all packs.
 
     Attributes:
         packs: Every pack -> its size.
@@ -120,7 +120,7 @@ class Structure:
             self.add_bad(found)
 
     def entries(self, store: Store, key: str) -> Sequence[ExtentInfo]:
-        """What a pack holds: as its directory says, or as it was found where that is broken.
+        """Entries of a pack by its directory, or as found by their headers if that is broken.
 
         Raises:
             NotFoundError: it is gone. CorruptionError, UnsupportedVersionError: of a pack that is damaged since.
@@ -220,7 +220,7 @@ def scan_all(store: Store, index: Index | None, structure: Structure, findings: 
 
 
 def _with_rows(index: Index, found: Sequence[PackFinding]) -> list[PackRecord]:
-    """What `index` should say of these packs; what nodes say of manifests only where it has to know that by now.
+    """The records that `index` should have of these packs; manifests only if it has to have them by now.
 
     Packs that an older version took in get the rows that wait for them, if all of their nodes are intact.
 
@@ -239,7 +239,7 @@ def _with_rows(index: Index, found: Sequence[PackFinding]) -> list[PackRecord]:
 
 
 def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackFinding]:
-    """What each pack holds; packs that are gone meanwhile, or of a newer version, are left out.
+    """Findings of each pack; packs that are gone meanwhile, or of a newer version, are left out.
 
     Raises:
         PermissionDeniedError: they may not be read. TransientStorageError: the store cannot be reached.
@@ -280,7 +280,7 @@ def _copy_to_memory(store: Store, key: str, memory: MemoryStore) -> bool:
 
 
 def _scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> PackFinding:
-    """What the pack `key` of `size` bytes holds.
+    """Findings of the pack `key` of `size` bytes.
 
     Raises:
         NotFoundError: it is gone. UnsupportedVersionError: it is of a newer version.

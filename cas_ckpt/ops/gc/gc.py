@@ -477,7 +477,7 @@ class Collection:
         return self.swap(state, generation=state.generation, phase=GcPhase.IDLE, condemned=())
 
     def require_gone(self, packs: Iterable[str]) -> None:
-        """See that packs are gone that were deleted: a writer may rely on nothing less.
+        """Check that packs are gone that were deleted: a writer may rely on nothing less.
 
         Raises:
             StorageError: some are listed still.

@@ -63,7 +63,7 @@ class FoundEntry:
 
 @dataclass(frozen=True, slots=True)
 class FindRequest:
-    """What is looked for, and where. What is None, or empty, is not a condition.
+    """Conditions of a search, and where to search. None and empty values are no conditions.
 
     Attributes:
         keys: Patterns.
@@ -256,7 +256,7 @@ def parse_dtype(given: Any) -> str:
 
 
 def _name_in_commits(dtype: Any) -> str:
-    """What a dtype of NumPy is called in commits."""
+    """Name of a NumPy dtype in commits."""
     if dtype.names is not None:
         return f"{NUMPY_PREFIX}|V{dtype.itemsize}"
     return str(dtype.name) if dtype.name in DTYPE_BYTES and dtype.isnative else f"{NUMPY_PREFIX}{dtype.str}"

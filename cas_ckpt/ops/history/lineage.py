@@ -69,7 +69,7 @@ class CommitLineage(Brief):
 
 
 def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
-    """What the commit `revision` came from, and what came from it, transitively.
+    """Ancestors and descendants of the commit `revision` over lineage edges, transitively.
 
     Raises:
         NotFoundError: no such revision.

@@ -52,7 +52,7 @@ GC_READS, GC_WRITES = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a repository says of its run; bytes are as stored.
+    """Figures of a run from its repository; bytes are as stored.
 
     Attributes:
         num_commits: How many of its youngest commits the averages are of.
@@ -93,7 +93,7 @@ class MonthRates:
 
 @dataclass(frozen=True, slots=True)
 class MonthRow:
-    """What one kind of work takes in a month: how often it is done, requests by class, bytes in and out."""
+    """One kind of work in a month: how often it is done, requests by class, bytes in and out."""
 
     what: str
     times: float
@@ -120,7 +120,7 @@ class MonthlyCost(Brief):
 
 
 def run_facts(handle: RepositoryHandle) -> RunFacts:
-    """What the youngest commits, and the packs, say.
+    """Figures from the youngest commits and the packs.
 
     Raises:
         NotFoundError: there is no commit yet.
@@ -146,7 +146,7 @@ def run_facts(handle: RepositoryHandle) -> RunFacts:
 
 
 def plan_month(facts: RunFacts, rates: MonthRates) -> MonthlyCost:
-    """What 30 days take; see the module for what is counted."""
+    """Requests and bytes of 30 days; the module says what is counted."""
     commits = rates.commits_per_day * DAYS
     rows = [
         MonthRow(

@@ -210,7 +210,7 @@ class HeldRegion:
 
 
 def held_regions(shape: Sequence[int], grid: Grid | None, division: Division) -> list[HeldRegion]:
-    """What ranks held of a tensor, by offsets, sizes and ranks; an empty tensor is one region.
+    """Regions of a tensor that ranks held, ordered by offsets, sizes and ranks; an empty tensor is one region.
 
     Args:
         grid: How the tensor is cut into chunks; None if it is not: it is stored with its entry.

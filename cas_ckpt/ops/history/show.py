@@ -36,7 +36,7 @@ def list_commit(
 
 
 def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEntry:
-    """What is under `key` in the commit `revision`.
+    """The entry `key` of the commit `revision`.
 
     Raises:
         NotFoundError: no such commit or key.

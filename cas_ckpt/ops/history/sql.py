@@ -41,7 +41,7 @@ _MOST_SHOWN_CHARS = 40
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SqlResult:
-    """What a query answered. It is iterated over, counted and indexed as its rows are.
+    """Result of a query: a sequence of rows.
 
     Attributes:
         columns: Their names, as the query has them.
@@ -179,9 +179,9 @@ def _look_at_refs(handle: RepositoryHandle) -> tuple[list[Ref], list[RefState]]:
 
 
 def _note_refs(handle: RepositoryHandle, refs: Sequence[Ref], states: Sequence[RefState]) -> None:
-    """Let the index know what only the store says: it sees by itself what is committed through it, and no more.
+    """Bring refs and records of the store into the index, which only sees what is committed through it.
 
-    One in PostgreSQL that may only be read keeps saying what it was last told.
+    One in PostgreSQL that may only be read keeps the last known state.
     """
     known = handle.index.read(meta.read_heads)
     pointing = dict.fromkeys(known, b"") | {ref.key: bytes(ref.target or b"") for ref in refs}

@@ -43,7 +43,7 @@ _REST = "\0rest"
 
 
 class UsageBy(Enum):
-    """What the rows of `du` are."""
+    """Grouping of the rows of `du`."""
 
     COMMIT = "commit"
     BRANCH = "branch"
@@ -137,7 +137,7 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
 
 
 def commit_stats(handle: RepositoryHandle, revision: Revision) -> CommitUsage:
-    """What the commit `revision` holds, added, and has for itself.
+    """Bytes that the commit `revision` holds, added, and has for itself.
 
     Raises:
         NotFoundError: no such commit.

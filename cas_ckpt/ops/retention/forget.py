@@ -226,7 +226,7 @@ MAX_LOOKS = 10
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ForgetReport(Brief):
-    """What was forgotten, or would be.
+    """Result of `forget`, or of its dry run.
 
     Attributes:
         decisions: The commits that were looked at, the youngest first; those that were forgotten

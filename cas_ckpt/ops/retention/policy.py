@@ -215,7 +215,7 @@ def read_policy(store: Store) -> Retention:
     """The rules of the repository; empty ones if it has none.
 
     Raises:
-        CorruptionError: the record is damaged, or has rules that nobody here knows.
+        CorruptionError: the record is damaged, or has unknown rules.
         UnsupportedVersionError: written by a newer version.
     """
     return _read(store)[0]

@@ -183,7 +183,7 @@ def set_remote(
 
 
 def recognise(handle: RepositoryHandle, other: RepositoryHandle, remote: Remote, *, dry_run: bool) -> None:
-    """See that `other` is the repository that the remote was when it was first asked; if it is asked now, note its id.
+    """Check that `other` is the repository that the remote was when it was first asked; note its id the first time.
 
     Where another one is meant since (`Remote.moved`), what was remembered of branches of the former one goes, if it
     is not so there and this repository's own refs keep the commits: else nothing would be pushed that seems to be

@@ -257,16 +257,13 @@ class _Counted:
         self._pending, self._told = pending, told
 
     def start(self, phase: str, total_bytes: int | None) -> None:
-        """See `Progress`."""
         self._told.start(phase, total_bytes)
 
     def advance(self, num_bytes: int) -> None:
-        """See `Progress`."""
         self._pending.add_saved(num_bytes)
         self._told.advance(num_bytes)
 
     def finish(self) -> None:
-        """See `Progress`."""
         self._told.finish()
 
     def __getattr__(self, name: str) -> Any:

@@ -93,7 +93,7 @@ class StagedTensor:
         self.room = sum(aligned(box.num_elements * self.item_bytes) for box in boxes)
 
     def leaf_hasher(self) -> LeafHasher | None:
-        """See `HashingSource`: what was hashed before it was staged."""
+        """What was hashed before it was staged."""
         return _RECORDED if self.digests else None
 
     @property
@@ -103,7 +103,6 @@ class StagedTensor:
 
     @property
     def is_private(self) -> bool:
-        """See `StagedSource`."""
         return self._live is None
 
     def read(self, box: Box) -> Array:
@@ -134,7 +133,7 @@ class StagedTensor:
         return elements_of(zip(self.boxes, arrays, strict=True), box, self.item_bytes)
 
     def saved(self) -> None:
-        """See `StagedSource`: what was read from live memory is not read again."""
+        """What was read from live memory is not read again."""
         error = self._snapshot.error
         if error is not None:
             raise error
@@ -197,7 +196,6 @@ class _Recorded:
     has_hashed = True
 
     def cell_digests(self, wanted: Sequence[CellsToName]) -> list[list[bytes]]:
-        """See `LeafHasher`."""
         return [[each.source.digests[number] for number in each.numbers] for each in wanted]
 
 

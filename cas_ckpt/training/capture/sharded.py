@@ -101,7 +101,6 @@ class Sharded:
         return ShardElements(self.pieces, tuple(map(elements_of, self.locals)), self.spec.item_bytes, self.owner)
 
     def item(self) -> TensorItem:
-        """See `TensorItem`."""
         region = self.region
         identity = None if region is None else (region, self.version)
         return TensorItem(self.spec, self.elements(), Flavor.TORCH, identity, self.placement)
@@ -123,18 +122,15 @@ class ShardElements:
 
     @property
     def is_private(self) -> bool:
-        """See `StagedSource`."""
         return all(isinstance(each, CopiedTensor) for each in self.locals)
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`."""
         if not box.num_elements:
             return np.empty(box.sizes, raw_dtype(self.item_bytes))
         piece, local = _locate(self.pieces, box)
         return self.locals[piece.local].read(local)
 
     def leaf_hasher(self) -> LeafHasher | None:
-        """See `HashingSource`."""
         hashers = {each.leaf_hasher() if isinstance(each, CopiedTensor) else None for each in self.locals}
         return hashers.pop() if len(hashers) == 1 else None
 
@@ -146,13 +142,11 @@ class ShardElements:
         )
 
     def sums(self, box: Box) -> Array | None:
-        """See `SummingSource`."""
         piece, local = _locate(self.pieces, box)
         elements = self.locals[piece.local]
         return elements.sums(local) if isinstance(elements, CopiedTensor) else None
 
     def open(self, box: Box) -> Array:
-        """See `ArrayTarget`."""
         if not box.num_elements:
             return self.read(box)
         if self.owner is not None:
@@ -162,7 +156,6 @@ class ShardElements:
         return self.locals[piece.local].open(local)
 
     def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`."""
         if box.num_elements:
             piece, local = _locate(self.pieces, box)
             self.locals[piece.local].done(local, array)

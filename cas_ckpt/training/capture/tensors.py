@@ -219,7 +219,7 @@ class HostTensor:
     _bits: Array | None = None
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`. Threads may race to make the view: all make the same."""
+        """Threads may race to make the view: all make the same."""
         bits = host_bits(self.tensor) if self._bits is None else self._bits
         if box.sizes == bits.shape:
             return bits  # not kept: of a hundred thousand small tensors it would be 60 MB
@@ -227,7 +227,7 @@ class HostTensor:
         return bits[box.slices]
 
     def to_bytes(self) -> bytes:
-        """See `whole_bytes`: a call for each of a hundred thousand small tensors, not four and an array."""
+        """A call for each of a hundred thousand small tensors, not four and an array."""
         tensor = self.tensor
         if tensor.is_contiguous():
             return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -243,12 +243,12 @@ class HostTensor:
         return True
 
     def open(self, box: Box) -> Array:
-        """See `ArrayTarget`; moves the version counter, so that autograd and `frozen=` see that the bytes changed."""
+        """Moves the version counter, so that autograd and `frozen=` see that the bytes changed."""
         torch.autograd.graph.increment_version(self.tensor)
         return self.read(box)
 
     def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`: the bytes are in place already."""
+        """The bytes are in place already."""
 
 
 @dataclass(slots=True)
@@ -264,7 +264,7 @@ class CopiedTensor:
 
     @property
     def is_private(self) -> bool:
-        """See `StagedSource`: what is read is a copy already."""
+        """What is read is a copy already."""
         return True
 
     def _part(self, box: Box) -> torch.Tensor:
@@ -280,7 +280,7 @@ class CopiedTensor:
         return copyable_view(part.resolve_conj().resolve_neg())
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`; nobody changes the answer."""
+        """Nobody changes the answer."""
         if self.batch is not None:
             return self._brought(self.batch, box)
         with on_own_stream(self.tensor.device):
@@ -290,7 +290,6 @@ class CopiedTensor:
         return host_bits(host)
 
     def copy_into(self, box: Box, target: Array) -> None:
-        """See `CopyingSource`."""
         if self.batch is not None:
             np.copyto(target, self._brought(self.batch, box))
             return
@@ -305,7 +304,6 @@ class CopiedTensor:
         return elements if box.sizes == elements.shape else elements[box.slices]
 
     def leaf_hasher(self) -> LeafHasher | None:
-        """See `HashingSource`."""
         return None if self.tensor.is_conj() or self.tensor.is_neg() else hasher_of(self.tensor.device)
 
     def device_parts(self) -> tuple[DevicePart, ...]:
@@ -315,16 +313,16 @@ class CopiedTensor:
         return (DevicePart(view, box, box.offsets),)
 
     def sums(self, box: Box) -> Array | None:
-        """See `SummingSource`: summed where the elements are, only the sums come over."""
+        """Summed where the elements are, only the sums come over."""
         with on_own_stream(self.tensor.device):
             return _word_sums(self._part(box).contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
 
     def open(self, box: Box) -> Array:
-        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        """The array is the caller's own until `done`."""
         return host_bits(_host_like(copyable_view(self.tensor)[box.slices]))
 
     def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`; the copy is over when this returns. Moves the version counter, as `HostTensor` does."""
+        """The copy is over when this returns. Moves the version counter, as `HostTensor` does."""
         torch.autograd.graph.increment_version(self.tensor)
         place = copyable_view(self.tensor)
         host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
@@ -354,11 +352,11 @@ class CastTarget:
     stored: torch.dtype
 
     def open(self, box: Box) -> Array:
-        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        """The array is the caller's own until `done`."""
         return np.empty(box.sizes, raw_dtype(self.stored.itemsize))
 
     def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`; the copy is over when this returns."""
+        """The copy is over when this returns."""
         host = torch.from_numpy(array.view(_numpy_raw(array.itemsize))).view(self.stored)
         to_device(host, self.tensor[box.slices])
 
@@ -515,7 +513,7 @@ class ArrayView:
     open = read
 
     def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`: the bytes are in place already."""
+        """The bytes are in place already."""
 
 
 def is_array(value: Any) -> bool:

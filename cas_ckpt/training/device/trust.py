@@ -59,7 +59,6 @@ class DeviceHasher:
         self._random = random.Random()
 
     def cell_digests(self, wanted: Sequence[CellsToName]) -> list[list[bytes]] | None:
-        """See `LeafHasher`."""
         if self._refused:
             return None
         try:
