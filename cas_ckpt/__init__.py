@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.retention.policy import Policy
     from cas_ckpt.repository import Repository
-    from cas_ckpt.signing.keys import SigningKey
-    from cas_ckpt.signing.trust import Trust
+    from cas_ckpt.signing import Trust
     from cas_ckpt.training.background.pending import PendingCommit
     from cas_ckpt.training.per_rank import PerRank, RNGState
     from cas_ckpt.training.retention_hook import RetentionHook
@@ -90,7 +89,6 @@ __all__ = [
     "Repository",
     "RetentionHook",
     "SignatureError",
-    "SigningKey",
     "StateChangedError",
     "StateDict",
     "StillPendingError",
@@ -115,8 +113,7 @@ _MODULES = {
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.retention.policy": ("Policy",),
     "cas_ckpt.repository": ("Repository",),
-    "cas_ckpt.signing.keys": ("SigningKey",),
-    "cas_ckpt.signing.trust": ("Trust",),
+    "cas_ckpt.signing": ("Trust",),
     "cas_ckpt.training.background.pending": ("PendingCommit",),
     "cas_ckpt.training.per_rank": ("PerRank", "RNGState"),
     "cas_ckpt.training.retention_hook": ("RetentionHook",),

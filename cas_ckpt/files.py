@@ -22,7 +22,7 @@ import torch
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info
 from cas_ckpt.core.revisions import Revision
-from cas_ckpt.core.signed_branches import resolve_trusted
+from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.dcp.folder.metadata import is_dcp_folder
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
@@ -45,7 +45,7 @@ from cas_ckpt.ops.files.models import (
 )
 from cas_ckpt.ops.files.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter, renamed, without_wrappers
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.signing.trust import Trust
+from cas_ckpt.signing import Trust
 from cas_ckpt.training.stateful import WRAPPERS
 
 DEFAULT_ADAPTER = "default"

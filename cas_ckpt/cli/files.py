@@ -8,7 +8,7 @@ import click
 
 from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, memory_option, verb
 from cas_ckpt.cli.output import escaped, subject
-from cas_ckpt.cli.signing import UNSIGNED, asked_key, given_trust, sign_option, trust_option
+from cas_ckpt.cli.signing import UNSIGNED, given_trust, sign_option, trust_option
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -67,7 +67,6 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
     from cas_ckpt.core.records import Lineage
 
     options["metrics"] = dict(options["metrics"])
-    options["sign"] = asked_key(options["sign"])
     options["lineage"] = [Lineage(*edge) for edge in options["lineage"]]
     with settings.open() as repo:
         commit = repo.import_file(path, **options, progress=settings.show_progress())

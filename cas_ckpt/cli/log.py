@@ -30,7 +30,7 @@ from cas_ckpt.progress import human_bytes
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
     from cas_ckpt.repository import Repository
-    from cas_ckpt.signing.trust import SignatureInfo
+    from cas_ckpt.signing import SignatureInfo
 
 
 FORGOTTEN = "[forgotten]"
@@ -130,7 +130,7 @@ def _signatures(
     settings: Settings, repo: Repository, commits: Sequence[CommitInfo], trust: tuple[str, ...]
 ) -> dict[str, SignatureInfo]:
     """Id of each commit -> the verdict on its signature."""
-    from cas_ckpt.signing.trust import Trust
+    from cas_ckpt.signing import Trust
 
     trusted = given_trust(settings, trust) or Trust()
     return {commit.id: repo.verify(commit.id, trust=trusted).commits[0].signature for commit in commits}

@@ -268,7 +268,6 @@ _SHELL_WORDS = tuple(
         (r'repo\.set_signers\("([^"]+)", trust\)', r"cas-ckpt signers set \1 --trust FILE"),
         (r"repo\.clear_signers\(\)", "cas-ckpt signers clear"),
         (r"\bsign=KEY", "--sign KEYFILE"),
-        (r", SigningKey\.load\(path, passphrase=\)", " on a terminal"),
         (r'repo\.repair\("(\w+)", sources=\[(OTHER|"[^"]+")\]\)', r"cas-ckpt fsck --repair \1 --from \2"),
         (r'repo\.repair\("(\w+)", refs=\{"(\w+)": (\w+)\}\)', r"cas-ckpt fsck --repair \1 --ref \2=\3"),
         (r'repo\.repair\("(\w+)"\)', r"cas-ckpt fsck --repair \1"),

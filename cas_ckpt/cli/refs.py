@@ -10,7 +10,7 @@ import click
 
 from cas_ckpt.cli.command import Settings, flag, verb
 from cas_ckpt.cli.output import echo_json, escaped, subject, table
-from cas_ckpt.cli.signing import asked_key, sign_option
+from cas_ckpt.cli.signing import sign_option
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
@@ -157,7 +157,7 @@ def tag(
             _change(settings, "tag", words, verbs, delete, undelete, repo.tags() if dry_run else None)
         elif words:
             name, revision = _name_and_revision(words)
-            _made(settings, "tag", name, repo.tag(name, revision, message=message, force=force, sign=asked_key(sign)))
+            _made(settings, "tag", name, repo.tag(name, revision, message=message, force=force, sign=sign))
         else:
             _list(settings, repo.tags(), marked=None, notes=repo.tag_messages())
 

@@ -1,11 +1,10 @@
 """verify and signers: who signed commits and tags, and which branches take signed commits only; options of other verbs.
 
-A passphrase is asked for on the terminal, and nowhere else: it is in no option and no environment variable.
+Keys, agents and passphrases are ssh-keygen's affair: see cas_ckpt/signing.py.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,10 +17,9 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, SignatureError
 from cas_ckpt.objects.digest import SHORT_HEX
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.signed_branches import SignedBranches
+    from cas_ckpt.core.signatures import SignedBranches
     from cas_ckpt.ops.verify import Verified, VerifyReport
-    from cas_ckpt.signing.keys import SigningKey
-    from cas_ckpt.signing.trust import SignatureInfo, Trust
+    from cas_ckpt.signing import SignatureInfo, Trust
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -30,7 +28,7 @@ UNSIGNED = SignatureError.exit_code
 
 def sign_option() -> Callable[[_F], _F]:
     """The key that signs, as `sign`."""
-    return click.option("--sign", metavar="KEYFILE", help="Sign with this private key of SSH, e.g. ~/.ssh/id_ed25519.")
+    return click.option("--sign", metavar="KEYFILE", help="Sign with this key of SSH, e.g. ~/.ssh/id_ed25519.")
 
 
 def trust_option(
@@ -40,39 +38,20 @@ def trust_option(
     return click.option("--trust", multiple=True, metavar="FILE|KEY", help=f"{help} Default: $CAS_CKPT_TRUST.")
 
 
-def asked_key(path: str | None) -> SigningKey | None:
-    """The key in the file `path`; its passphrase is asked for if it has one.
-
-    Raises:
-        InvalidInputError: no such key, or it is encrypted and there is no terminal to ask on.
-    """
-    if path is None:
-        return None
-    from cas_ckpt.signing.keys import SigningKey
-
-    def ask() -> str:
-        if not sys.stdin.isatty():
-            raise InvalidInputError(f"{path!r} is encrypted, and there is no terminal to ask for its passphrase on")
-        answer: str = click.prompt(f"Passphrase of {escaped(path)}", hide_input=True, err=True)
-        return answer
-
-    return SigningKey.load(path, passphrase=ask)
-
-
 def given_trust(settings: Settings, given: tuple[str, ...], revoked: str | None = None) -> Trust | None:
     """The trusted signers from options and settings; None if there are none.
 
     Raises:
         InvalidInputError: something that is not understood. StorageError: a file cannot be read.
     """
-    from cas_ckpt.signing.trust import Trust, as_trust
+    from cas_ckpt.signing import Trust, as_trust
 
     named = given or ((settings.trust,) if settings.trust else ())
     if not named:
         if revoked is not None:
             raise InvalidInputError("--revoked takes keys away from those that --trust names: give that too")
         return None
-    found = Trust(tuple(signer for each in named for signer in as_trust(each).signers))
+    found = Trust(tuple(line for each in named for line in as_trust(each).signers))
     return found if revoked is None else found.without(revoked)
 
 
@@ -88,7 +67,7 @@ def given_trust(settings: Settings, given: tuple[str, ...], revoked: str | None 
 )
 @click.argument("revision", default="HEAD")
 @trust_option("Whose signatures count: a file of allowed signers, or a public key; may be repeated.")
-@click.option("--revoked", metavar="FILE", help="Public keys that count no more, one a line.")
+@click.option("--revoked", metavar="FILE", help="Keys that count no more: public keys, one a line, or a KRL.")
 @flag("--history", help="Every commit that it leads to has to be signed as well.")
 @click.option("--write", metavar="NAME", help="Write NAME.bytes and NAME.sig, for ssh-keygen -Y verify.")
 @click.pass_obj
@@ -191,10 +170,4 @@ def signers_clear(settings: Settings, pattern: str | None) -> None:
 def _rows(found: SignedBranches) -> list[str]:
     if not found.branches:
         return ["every branch takes any commit"]
-    return table(
-        [
-            (escaped(each.pattern), escaped(signer.principals), signer.fingerprint)
-            for each in found.branches
-            for signer in each.trust.signers
-        ]
-    )
+    return table([(escaped(each.pattern), escaped(line)) for each in found.branches for line in each.signers])

@@ -68,7 +68,7 @@ from cas_ckpt.transfer.workers import ahead, map_all
 from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:
-    from cas_ckpt.signing.trust import Trust
+    from cas_ckpt.signing import Trust
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -98,7 +98,7 @@ class RepositoryHandle(Uncopied):
         hints: What the next commit says beside its nodes.
         preview: What hints say of commits that the index does not know yet; asked before the first `sync`.
         elsewhere: Brings what is lost or damaged here from remotes.
-        trust: Whose signature every commit needs that is read through this handle; None: see core/signed_branches.py.
+        trust: Whose signature every commit needs that is read through this handle; None: see core/signatures.py.
         progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index, and
             what is brought from remotes.
     """

@@ -48,7 +48,7 @@ from cas_ckpt.core.refs import (
     ref_key,
 )
 from cas_ckpt.core.revisions import other_meaning
-from cas_ckpt.core.signed_branches import check_move, require_signed, required_signers
+from cas_ckpt.core.signatures import check_move, require_signed, required_signers
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.hints import Hints

@@ -149,7 +149,7 @@ class Ref:
         record: The stored bytes: what a swap expects to find; None: nothing is stored.
         note: Message of an annotated tag, reason of a pin; else empty.
         signature: Of what a tag says; None: it is not signed.
-        signed_only: The branch takes no commit that its signers did not sign (core/signed_branches.py).
+        signed_only: The branch takes no commit that its signers did not sign (core/signatures.py).
         pack: A hint: name of the meta pack that held the target when the ref was swapped to it; None: not said.
     """
 

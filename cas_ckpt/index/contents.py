@@ -320,9 +320,9 @@ def _texts(commit: CommitRow) -> tuple[str | None, ...]:
     """What people read of its metadata, of its provenance, and of its signature."""
     signed_by = None
     if commit.signature is not None:
-        from cas_ckpt.signing.trust import described
+        from cas_ckpt.signing import described
 
-        signed_by = (found.fingerprint or None) if (found := described(commit.signature)) is not None else None
+        signed_by = described(commit.signature).fingerprint or None
     meta, provenance = (None if data is None else json_text(data) for data in (commit.meta, commit.provenance))
     return meta, provenance, signed_by
 

@@ -41,7 +41,7 @@ from cas_ckpt.objects.digest import (
 )
 from cas_ckpt.objects.spec import Grid, Spec, shared_spec
 from cas_ckpt.objects.state import Flavor, Name
-from cas_ckpt.signing.sshsig import MAX_SIGNATURE_BYTES
+from cas_ckpt.signing import MAX_SIGNATURE_BYTES
 
 if TYPE_CHECKING:
     from cas_ckpt.objects.layouts import LayoutObject

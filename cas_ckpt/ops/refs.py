@@ -47,7 +47,6 @@ from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.core.signatures import sign_tag
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.signing.keys import SigningKey
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -141,7 +140,7 @@ def point(
     *,
     force: bool,
     note: str | None = None,
-    sign: SigningKey | None = None,
+    sign: str | None = None,
 ) -> Digest:
     """Let the branch, tag or pin `name` name the commit `revision`.
 
@@ -252,7 +251,7 @@ def create_tag(
     *,
     message: str = "",
     force: bool = False,
-    sign: SigningKey | None = None,
+    sign: str | None = None,
 ) -> Digest:
     """Let the tag `name` name the commit `revision`; that commit's id.
 

@@ -21,8 +21,7 @@ from cas_ckpt.core.signatures import judge_commit, read_commit, read_commits, ta
 from cas_ckpt.errors import NotFoundError, SignatureError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import decode_commit, split_signature
-from cas_ckpt.signing.sshsig import NAMESPACE, armored
-from cas_ckpt.signing.trust import SignatureInfo, Trust
+from cas_ckpt.signing import NAMESPACE, SignatureInfo, Trust, armored
 
 
 @dataclass(frozen=True, slots=True, repr=False)

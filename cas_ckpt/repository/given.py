@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from cas_ckpt.signing.keys import SigningKey
-    from cas_ckpt.signing.trust import Trust
+    from cas_ckpt.signing import Trust
 
 Keys: TypeAlias = str | Sequence[str] | None
 """Patterns of keys: `*` and `?` inside a component, `**` across; a container stands for all below it."""
 
 Trusted: TypeAlias = "str | PathLike[str] | Sequence[str] | Trust"
 """Whose signatures count: a file of allowed signers or public keys, a public key, several, or a `Trust`."""
+
+KeyFile: TypeAlias = str | PathLike[str] | None
+"""The file of a key that signs: private, or public where an ssh-agent holds the private one."""
 
 
 def given_trust(given: Trusted | None) -> Trust | None:
@@ -25,22 +27,22 @@ def given_trust(given: Trusted | None) -> Trust | None:
     """
     if given is None:
         return None
-    from cas_ckpt.signing.trust import as_trust
+    from cas_ckpt.signing import as_trust
 
     return as_trust(given)
 
 
-def given_key(given: Any) -> SigningKey | None:
-    """The key that `sign=` gives; None stays None.
+def given_key(given: KeyFile) -> str | None:
+    """The absolute path of the key that `sign=` gives; None stays None.
 
     Raises:
-        InvalidInputError: not a key, or one that is encrypted. StorageError: its file cannot be read.
+        InvalidInputError: no path. StorageError: its file cannot be read.
     """
     if given is None:
         return None
-    from cas_ckpt.signing.keys import signing_key
+    from cas_ckpt.signing import key_path
 
-    return signing_key(given)
+    return key_path(given)
 
 
 def texts(given: str | Sequence[str]) -> tuple[str, ...]:

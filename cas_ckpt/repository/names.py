@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.repository.given import given_key
+from cas_ckpt.repository.given import KeyFile, given_key
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class NameVerbs(Opened):
         return undelete_ref(self._handle, RefKind.BRANCH, name).hex()
 
     def tag(
-        self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False, sign: Any = None
+        self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False, sign: KeyFile = None
     ) -> str:
         """Let the tag `name` name the commit `ref`; that commit's id.
 

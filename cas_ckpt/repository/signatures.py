@@ -11,7 +11,7 @@ from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
     from cas_ckpt.core.revisions import Revision
-    from cas_ckpt.core.signed_branches import SignedBranches
+    from cas_ckpt.core.signatures import SignedBranches
     from cas_ckpt.ops.verify import SignedBytes, VerifyReport
 
 
@@ -34,7 +34,7 @@ class SignatureVerbs(Opened):
             InvalidInputError: a line of `trust` that is not understood. StorageError: a file cannot be read.
         """
         from cas_ckpt.ops.verify import verify_revision
-        from cas_ckpt.signing.trust import as_trust
+        from cas_ckpt.signing import as_trust
 
         trusted = as_trust(trust)
         if revoked is not None:
@@ -53,7 +53,7 @@ class SignatureVerbs(Opened):
 
     def signers(self) -> SignedBranches:
         """The branches that take signed commits only, by pattern, and whose; maybe none."""
-        from cas_ckpt.core.signed_branches import read_signers
+        from cas_ckpt.core.signatures import read_signers
 
         return read_signers(self._handle.store)
 
@@ -63,8 +63,8 @@ class SignatureVerbs(Opened):
         Commits that are there already stay as they are. It keeps those who use cas_ckpt from mistakes; against those
         who can write to the store otherwise, readers have `trust=`.
         """
-        from cas_ckpt.core.signed_branches import set_signers
-        from cas_ckpt.signing.trust import as_trust
+        from cas_ckpt.core.signatures import set_signers
+        from cas_ckpt.signing import as_trust
 
         return set_signers(self._handle, branch, as_trust(trust))
 
@@ -74,6 +74,6 @@ class SignatureVerbs(Opened):
         Raises:
             NotFoundError: no such pattern is set.
         """
-        from cas_ckpt.core.signed_branches import clear_signers
+        from cas_ckpt.core.signatures import clear_signers
 
         return clear_signers(self._handle, branch)

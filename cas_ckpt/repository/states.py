@@ -14,7 +14,7 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.given import Keys, Trusted, given_key, given_trust
+from cas_ckpt.repository.given import KeyFile, Keys, Trusted, given_key, given_trust
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class StateVerbs(Opened):
         provenance: bool | Mapping[str, Any] = False, frozen: Keys = None, frozen_check: str = "checksum",
         frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
-        on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
+        on_divergence: str = "raise", sign: KeyFile = None, push_to: str | None = None, num_threads: int | None = None,
         memory_bytes: int | None = None, progress: Progress | bool = False,
     ) -> CommitInfo:  # fmt: skip
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
@@ -76,8 +76,8 @@ class StateVerbs(Opened):
                 group and the other ranks on it leave, and 300 MB at most, if not given.
             push_to: A remote that gets the commit, and all else that it lacks, in a thread behind the caller's back;
                 until it has it, the commit cannot be forgotten here. What fails is logged, and tried again by the next.
-            sign: The key that signs the commit: the path of a private key of SSH that is not encrypted, or a
-                `SigningKey`. In a distributed job rank 0 signs, and the others may leave it out.
+            sign: The key that signs the commit: the path of a private key of SSH, or of the public key of one that
+                an ssh-agent holds. In a distributed job rank 0 signs, and the others may leave it out.
         Raises:
             PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
@@ -113,7 +113,7 @@ class StateVerbs(Opened):
         provenance: bool | Mapping[str, Any] = False, frozen: Keys = None, frozen_check: str = "checksum",
         frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
-        on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
+        on_divergence: str = "raise", sign: KeyFile = None, push_to: str | None = None, num_threads: int | None = None,
         memory_bytes: int | None = None, staging_bytes: int | None = None, snapshot: str = "copy",
         worker: str = "thread", max_in_flight: int = 1, progress: Progress | bool = False,
     ) -> PendingCommit:  # fmt: skip
@@ -187,7 +187,7 @@ class StateVerbs(Opened):
         return done
 
     def _request(
-        self, caller: FrameType, *, sign: Any, metrics: Mapping[str, float] | None, **given: Any
+        self, caller: FrameType, *, sign: KeyFile, metrics: Mapping[str, float] | None, **given: Any
     ) -> CommitRequest:
         """The request of a commit; `caller` is the name of the method."""
         from cas_ckpt.ops.commit.request import CommitRequest
@@ -340,7 +340,7 @@ class StateVerbs(Opened):
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
         create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
-        sign: Any = None, num_threads: int | None = None, memory_bytes: int | None = None, prefix: str = "",
+        sign: KeyFile = None, num_threads: int | None = None, memory_bytes: int | None = None, prefix: str = "",
         follow_links: bool = False, adapter: str = "default", keep_names: bool = False,
         progress: Progress | bool = False,
     ) -> ImportInfo:  # fmt: skip

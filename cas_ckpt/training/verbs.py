@@ -24,7 +24,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head, head_with_part
 from cas_ckpt.core.revisions import Revision, revision_text
-from cas_ckpt.core.signed_branches import resolve_trusted
+from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
@@ -51,7 +51,7 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.signing.trust import Trust
+from cas_ckpt.signing import Trust
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.overlaps import warn_of_overlaps

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import zstandard
 
-from cas_ckpt import Policy, Repository, SigningKey
+from cas_ckpt import Policy, Repository
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import unpack_canonical
 from tests.docs.pages import DOCS
 from tests.servers import S3Server
+from tests.signing.keys import key_file, public_line
 
 PAGE = (DOCS / "format.md").read_text()
 RECORDS = PAGE.partition("## 8. Records")[2].partition("### Retention policy")[0]
@@ -61,8 +62,8 @@ def hints_of(pack: bytes) -> dict[str, Any]:
 
 def fill(repo: Repository, folder: Path) -> None:
     """Make a record of every kind, with every field."""
-    key = SigningKey.generate()
-    repo.set_signers("release/*", [key.public_line])
+    key = key_file()
+    repo.set_signers("release/*", [public_line()])
     for step in range(4):
         repo.commit({"w": np.arange(30_000.0) + step}, step=step, sign=key)
     repo.tag("v1", message="as released", sign=key)

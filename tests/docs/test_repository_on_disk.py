@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from cas_ckpt import Policy, Repository, SigningKey
+from cas_ckpt import Policy, Repository
 from cas_ckpt.core.protocol import Session
 from tests.docs.pages import DOCS
+from tests.signing.keys import public_line
 
 
 def files_of_a_repository(folder: Path) -> set[str]:
@@ -26,7 +27,7 @@ def files_of_a_repository(folder: Path) -> set[str]:
         with Repository.init(f"{folder}-there") as there:
             repo.add_remote("origin", there.url)
             repo.push()
-        repo.set_signers("release/*", [SigningKey.generate().public_line])
+        repo.set_signers("release/*", [public_line()])
         for step in range(70):  # more moves than a log has room for: the first ones are released
             repo.branch("moved", start=f"main~{step % 2}", force=step > 0)
         repo.forget(revisions=["main~2"])

@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from cas_ckpt.core.refs import RefKind, ref_key, tag_bytes
 from cas_ckpt.core.signatures import judge_commit
 from cas_ckpt.objects.nodes import commit_node, decode_commit, split_signature
-from cas_ckpt.signing.keys import SigningKey
-from cas_ckpt.signing.trust import as_trust
+from cas_ckpt.signing import as_trust, sign
 from tests.golden.fixed import COMMIT, an_id
 from tests.golden.test_golden_bytes import VECTORS
+from tests.signing.keys import key_file
 
 VECTOR = VECTORS["signatures"]
-KEY = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(VECTOR["secret bytes of the key"])))
+PRIVATE = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(VECTOR["secret bytes of the key"]))
+KEY = str(key_file("golden", PRIVATE.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()).decode()))
 TRUST = as_trust(VECTOR["public key"])
 
 
 def test_a_signed_commit_has_these_bytes_and_this_id() -> None:
     unsigned = commit_node(COMMIT)
-    made = commit_node(replace(COMMIT, signature=KEY.sign(unsigned.data)))
+    made = commit_node(replace(COMMIT, signature=sign(KEY, unsigned.data)))
     assert unsigned.data.hex() == VECTOR["commit"]["signed bytes"]
     assert made.data.hex() == VECTOR["commit"]["bytes"]
     assert made.digest.hex() == VECTOR["commit"]["id"]
@@ -40,5 +42,5 @@ def test_a_tag_is_signed_over_these_bytes() -> None:
     key = ref_key(RefKind.TAG, "v1")
     message = tag_bytes(key, an_id(10), "as released ü", time_us=1_790_000_000_123_456, author="me@here")
     assert message.hex() == vector["signed bytes"]
-    assert KEY.sign(message).hex() == vector["signature"]
+    assert sign(KEY, message).hex() == vector["signature"]
     assert TRUST.verdict(bytes.fromhex(vector["signature"]), message, time_s=1_790_000_000).is_good

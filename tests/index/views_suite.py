@@ -33,7 +33,7 @@ from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import list_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag
-from cas_ckpt.signing.keys import SigningKey
+from cas_ckpt.signing import sign
 from tests.builders import commit, doubling_nodes, numbers, state, tensor
 from tests.committing import new_store, on
 from tests.divided import mesh, over
@@ -42,6 +42,7 @@ from tests.index.layouts_suite import layout_pack
 from tests.index.plans_suite import SHAPES, loads, plan
 from tests.index.restores_suite import restore
 from tests.index.tree_states import pack_of
+from tests.signing.keys import key_file
 
 LIMITS = QueryLimits(100_000, 1 << 26, 20.0)
 
@@ -512,4 +513,4 @@ def with_everything(index: Index) -> None:
 
 @cache
 def signature() -> bytes:
-    return SigningKey.generate().sign(b"what it signs is not asked")
+    return sign(str(key_file()), b"what it signs is not asked")

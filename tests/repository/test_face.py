@@ -289,7 +289,7 @@ def test_public_names_are_these() -> None:
     assert set(cas_ckpt.__all__) - errors == {
         "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named",
         "PendingCommit", "PerRank",
-        "Policy", "RNGState", "Repository", "RetentionHook", "SigningKey", "StateDict", "Trust", "__version__",
+        "Policy", "RNGState", "Repository", "RetentionHook", "StateDict", "Trust", "__version__",
         "limits", "register_type", "trusted_hosts",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}

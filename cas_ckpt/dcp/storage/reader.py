@@ -48,7 +48,7 @@ from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.records import commit_of, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision
-from cas_ckpt.core.signed_branches import resolve_trusted
+from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.group import RepositoryPlace, translates_memory_errors
 from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, module_states, stored_object

@@ -14,6 +14,7 @@ makes all ranks raise; the branch moves on rank 0 alone, after every rank's pack
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
@@ -49,6 +50,7 @@ from cas_ckpt.ops.commit.request import (
 )
 from cas_ckpt.ops.commit.save import Saved, check_room, measure, save_alone
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.signing import sign
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors, report_instead
 
 MAX_GENERATIONS = 5
@@ -182,9 +184,9 @@ def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry, request
         root, (), fields.message, fields.author, int(clock.now_s() * 1e6), fields.step, fields.metrics, fields.meta,
         layout.digest, saved.draft.counts, ancestry.lineage, ancestry.provenance,
     )  # fmt: skip
-    sign = None if request.sign is None else request.sign.sign
+    signing = None if request.sign is None else partial(sign, request.sign)
     return Publication(
-        commit, list(every.values()), saved.packs, saved.generation, ancestry.parents, sign, request.announce
+        commit, list(every.values()), saved.packs, saved.generation, ancestry.parents, signing, request.announce
     )
 
 

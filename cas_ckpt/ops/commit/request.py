@@ -28,7 +28,7 @@ from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cas_ckpt
 from cas_ckpt.arguments import checked_step
@@ -37,15 +37,12 @@ from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, br
 from cas_ckpt.core.records import PARTLY_FROM, Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_new_name, check_text, default_author, is_whole_id
 from cas_ckpt.core.revisions import Revision, nearly, other_meaning, resolve, resolve_named, revision_text
-from cas_ckpt.core.signed_branches import require_signer
+from cas_ckpt.core.signatures import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, Node, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.storage.bucket_url import SECRET, without_secrets
-
-if TYPE_CHECKING:
-    from cas_ckpt.signing.keys import SigningKey
 
 DEFAULT_AUDIT = 0.01
 """Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
@@ -123,7 +120,7 @@ class CommitRequest:
             compared, 0..1; of each tensor at least one stretch of 128 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
         memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
-        sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.
+        sign: The absolute path of the key that signs the commit; only the rank that publishes needs it.
         look: Asked on every rank once all that it holds is saved, before it tells the others; what it raises ends the
             commit.
         announce: Told each commit that it may become, right before a ref is swapped to name it; on the rank that
@@ -159,7 +156,7 @@ class CommitRequest:
     replica_check: str = ReplicaCheck.CHECKSUM
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = OnDivergence.RAISE
-    sign: SigningKey | None = None
+    sign: str | None = None
     look: Callable[[], object] | None = None
     announce: Callable[[Node], object] | None = None
     verb: str = "commit"
@@ -410,12 +407,11 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
             `Destination.parents`, before anything is hashed. NotFoundError: a parent that is not there.
         SignatureError: the branch takes signed commits only, and the key is none of its signers', or there is none.
     """
-    key = None if request.sign is None else request.sign.public_key
     head = request.head
     if head is None:
         branch = check_name(handle.default_branch if request.branch is None else request.branch)
         ref = branch_ref(handle, branch)
-        require_signer(handle, ref, branch, key)
+        require_signer(handle, ref, branch, request.sign)
         if request.on_conflict == OnConflict.RETRY:
             return Destination(branch)
         return Destination(branch, None if ref is None else ref.target)
@@ -441,7 +437,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
         declared = declared or origin == edge.target
     settled = Destination(branch, expected, origin, attached, declared, target is None or attached)
     settled.parents(handle, target)  # refused now rather than after the hashing
-    require_signer(handle, ref, branch, key)
+    require_signer(handle, ref, branch, request.sign)
     return settled
 
 

@@ -25,7 +25,7 @@ from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import mesh_text
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.signing.trust import SignatureInfo, described
+from cas_ckpt.signing import SignatureInfo, Verdict, described
 
 
 def list_commit(
@@ -139,7 +139,7 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
 def _signatures(signature: bytes | None, refs: Iterable[Ref]) -> dict[str, SignatureInfo]:
     found = {"commit": described(signature)}
     found |= {f"{ref.kind.value}{ref.name}": described(ref.signature.blob) for ref in refs if ref.signature is not None}
-    return {name: info for name, info in found.items() if info is not None}
+    return {name: info for name, info in found.items() if info.verdict is not Verdict.UNSIGNED}
 
 
 def _state(

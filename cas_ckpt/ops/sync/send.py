@@ -42,7 +42,7 @@ from cas_ckpt.core.publish import (
 )
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
-from cas_ckpt.core.signed_branches import check_move
+from cas_ckpt.core.signatures import check_move
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest, short

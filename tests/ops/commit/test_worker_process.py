@@ -62,6 +62,7 @@ from tests.committing import new_store, on
 from tests.crash.citizen import EAGER
 from tests.divided import divided, mesh, over
 from tests.ops.commit.worker_entries import MODULE
+from tests.signing.keys import key_file, public_line
 from tests.thread_peers import run_ranks
 
 ROOM_BYTES = 12 << 20
@@ -216,17 +217,17 @@ def test_errors_keep_their_causes_and_what_they_hold(commits: CommitWorker, hand
     copied_bytes = 2 * 1000 * 1000  # the worker is shown copies of what is not staged, a cell at a time: half of it
     assert there.value.least_bytes == here.value.least_bytes + copied_bytes
 
-    class LostKey:
-        public_key = b"k" * 32
-
-        def sign(self, data: bytes) -> bytes:
+    class Lost(ArrayMemory):
+        def read(self, box: Box) -> np.ndarray[Any, Any]:
             try:
                 raise OSError(28, "No space", "/x")
             except OSError as error:
                 raise ConflictError("lost") from error
 
+    item = tensor(numbers(300, 300))
+    item.source = Lost(item.source.array)  # type: ignore[attr-defined]
     with pytest.raises(ConflictError, match="lost") as lost:
-        put(commits, {"a": 1}, sign=LostKey())
+        put(commits, {"a": item})
     cause = lost.value.__cause__
     assert isinstance(cause, OSError) and (cause.errno, cause.filename) == (28, "/x")
 
@@ -290,15 +291,12 @@ def test_frozen_by_version_is_trusted_where_memory_is_the_same(commits: CommitWo
         put(commits, {"w": tensor(array, identity=(("elsewhere",), 1))}, **named)
 
 
-def test_the_key_that_signs_stays_here(commits: CommitWorker, handle: RepositoryHandle) -> None:
+def test_it_signs_by_the_key_in_a_file(commits: CommitWorker, handle: RepositoryHandle) -> None:
     from cas_ckpt.core.signatures import commit_signature
-    from cas_ckpt.signing.keys import SigningKey
-    from cas_ckpt.signing.trust import as_trust
+    from cas_ckpt.signing import as_trust
 
-    key = SigningKey.generate()
-    made = put(commits, {"a": 1}, sign=key)
-    found = commit_signature(handle, Digest(bytes.fromhex(made.id)), as_trust([key.public_line]))
-    assert found.is_good
+    made = put(commits, {"a": 1}, sign=str(key_file()))
+    assert commit_signature(handle, Digest(bytes.fromhex(made.id)), as_trust(public_line())).is_good
 
 
 def test_what_is_asked_before_publishing_can_end_the_commit(commits: CommitWorker, handle: RepositoryHandle) -> None:

@@ -28,10 +28,10 @@ from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, repair_open
 from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind, RepairRequest
 from cas_ckpt.ops.refs import create_branch, create_tag, reflog
 from cas_ckpt.ops.sync.fetch import FetchRequest, clone
-from cas_ckpt.signing.keys import SigningKey
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
 from tests.ops.fsck.fsck_cases import arrays, build, check, copy_of, flip, repair, repair_as_told, states
+from tests.signing.keys import key_file
 
 DICE = random.Random(11)
 
@@ -392,7 +392,7 @@ def test_a_forgotten_commit_may_have_lost_its_data_but_not_its_record(repo: Path
 @pytest.mark.parametrize("lost", ["one", "all"])
 def test_a_clone_says_what_branches_named_when_it_last_fetched(repo: Path, tmp_path: Path, lost: str) -> None:
     handle = RepositoryHandle.open(repo)
-    create_tag(handle, "said", message="the one of the paper", sign=SigningKey.generate())
+    create_tag(handle, "said", message="the one of the paper", sign=str(key_file()))
     heads = {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)}
     tags = {ref.name: (ref.target, ref.note, ref.signature) for ref in handle.refs.list(RefKind.TAG)}
     handle.close()

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt import Repository, SigningKey
+from cas_ckpt import Repository
 from cas_ckpt.core.refs import MAX_LOG
 from cas_ckpt.ops.diff.answer import Change
+from tests.signing.keys import KEYS, key_file
 
-ANN = SigningKey.generate()
+ANN = key_file()
 TEXTS = "SELECT message, meta, provenance, signed_by FROM commits ORDER BY message"
 
 
@@ -94,7 +95,7 @@ def test_what_commits_say_is_json_wherever_they_came_from(repo: Repository, tmp_
     rows = repo.sql(TEXTS).rows
     assert rows[0] == ("a", None, None, None)
     (_, meta, provenance, signed_by), *rest = rows[1:]
-    assert (json.loads(meta), signed_by) == (said, ANN.fingerprint)
+    assert (json.loads(meta), signed_by) == (said, KEYS["ed25519"]["fingerprint"])
     assert json.loads(provenance) == repo.show("main~1").provenance
     assert rest == [("c", None, None, None)]
     with Repository.clone(repo.url, tmp_path / "clone") as clone:

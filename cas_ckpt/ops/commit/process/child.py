@@ -3,7 +3,7 @@
     1. `main` is called in a Python that was started for it: no module of the trainer's program is there, and no torch
     2. each piece of work says which repository; it is opened once, and stays open between commits
     3. the tree is unpacked: its tensors are in lent memory, or asked for; then the commit is `commit_live`, as it is
-    4. what is asked of the trainer's process: bytes that are not staged, signatures, collectives of the ranks, and,
+    4. what is asked of the trainer's process: bytes that are not staged, collectives of the ranks, and,
        before the ref is swapped, whether the commit is still wanted; it is told progress and lines of the log
 
 Invariant: whatever it is doing, it can be ended; a commit is there whole or not at all. Knows nothing of torch.
@@ -30,7 +30,7 @@ from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
 from cas_ckpt.transfer.serving import Served, serve
 from cas_ckpt.transfer.workers import leave_core
 
-SIGN, PEERS, LOOK, PUBLISH = "sign", "peers", "look", "publish"
+PEERS, LOOK, PUBLISH = "peers", "look", "publish"
 """What a worker asks beside what it asks of sources; the last: whether the commit of an id may be published."""
 
 PROGRESS, LOG = "progress", "log"
@@ -66,9 +66,8 @@ class Commits:
         if given["era"] != self._epoch:  # what was frozen may hold other bytes now, rightly
             self._memory, self._epoch = FrozenMemory(), given["era"]
         handle.head = unpack_head(given["head"])
-        key = given["public_key"]
         request = unpack_request(
-            given["request"], sign=None if key is None else cast(Any, RemoteKey(served, key)),
+            given["request"],
             look=lambda: served.ask(LOOK),
             announce=lambda made: served.ask(PUBLISH, bytes(made.digest), made.data),
         )  # fmt: skip
@@ -85,19 +84,6 @@ class Commits:
             url, index_place, cache = place
             self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
         return self._handle
-
-
-class RemoteKey:
-    """A key to sign with that stays in the trainer's process."""
-
-    def __init__(self, served: Served, public_key: bytes) -> None:
-        self._served = served
-        self.public_key = public_key
-
-    def sign(self, data: bytes) -> bytes:
-        """The signature of `data`."""
-        signature: bytes = self._served.ask(SIGN, data)
-        return signature
 
 
 class RemotePeers:

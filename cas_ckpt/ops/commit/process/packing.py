@@ -27,8 +27,8 @@ from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields, decoded_lineage, working_folder
 
 _OWN_WAY = frozenset({
-    "head", "other_parents", "parents", "lineage", "meta", "provenance", "command", "folder", "frozen_keys", "sign",
-    "look", "announce",
+    "head", "other_parents", "parents", "lineage", "meta", "provenance", "command", "folder", "frozen_keys", "look",
+    "announce",
 })  # fmt: skip
 """Fields of a request that are not plain values."""
 
@@ -146,7 +146,7 @@ def _identity(packed: Any) -> tuple[Any, ...] | None:
 
 
 def pack_request(request: CommitRequest) -> dict[str, Any]:
-    """`request` without its head, key and callbacks.
+    """`request` without its head and callbacks.
 
     Raises:
         InvalidInputError: as for `checked_fields`.

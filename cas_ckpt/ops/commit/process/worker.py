@@ -40,7 +40,7 @@ from cas_ckpt.ops.commit.outcome import (
     outcome_not_received,
     read_outcome,
 )
-from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH, SIGN
+from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH
 from cas_ckpt.ops.commit.process.packing import (
     Identities,
     pack_head,
@@ -224,7 +224,6 @@ class CommitWorker:
         return {
             "repository": [handle.store.url, handle.index_place, _cache(handle)],
             "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
-            "public_key": None if request.sign is None else request.sign.public_key,
             "peers": None if peers is SOLO else [peers.rank, peers.size],
             "era": era, "core": core_of_main_thread(), "limits": asdict(current_limits()),
             "log_level": _LOGGER.getEffectiveLevel(),
@@ -386,8 +385,6 @@ class _Asked:
             source = self._sources[number][0]
             found = source.sums(Box(tuple(offsets), tuple(sizes))) if isinstance(source, SummingSource) else None
             return None if found is None else found.tobytes()
-        if name == SIGN and self._request.sign is not None:
-            return self._request.sign.sign(arguments[0])
         if name == PEERS:
             return self._collective(*arguments)
         if name in (LOOK, PUBLISH):
