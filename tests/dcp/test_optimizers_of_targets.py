@@ -63,7 +63,7 @@ def test_names_that_are_numbers_are_not_taken_for_places(repo: Repository) -> No
     assert same(other.state_dict(), optimizer.state_dict())
     model, optimizer = pair(-1)
     repo.commit({"model": model, "optim": optimizer})
-    with pytest.raises(CheckpointException, match="MismatchError: optim: .* by names that are numbers themselves"):
+    with pytest.raises(CheckpointException, match="number 0 would get the state of '0' in place of that of '1'"):
         load({"optim": pair(-1)[1]}, CasStorageReader(repo))
 
 

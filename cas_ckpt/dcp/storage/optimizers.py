@@ -8,6 +8,9 @@ A commit has an optimizer's parameters by names or by numbers, and so has a targ
 - Target by names, commit by numbers: by the commit's `param_names`. Without them nothing says which is which.
 - Target in the flat form of `get_optimizer_state_dict`: its options are those of the parameter's group.
 
+Which parameter is which is decided as for a checkout (training/restore/optimizers.py); here it is held against what
+the names made DCP read.
+
 Invariant: what cannot be decided is an error before anything is read; no name means two entries. Must not know
 storage.
 """
@@ -21,13 +24,14 @@ from functools import cached_property
 from typing import Any
 
 from cas_ckpt.errors import MismatchError
-from cas_ckpt.objects.state import Name, Path, ValueItem
-from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, param_names
+from cas_ckpt.objects.state import Container, Item, Name, Path
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm
+from cas_ckpt.training.restore.optimizers import match_optimizer, names_in, stored_groups
 from cas_ckpt.training.stateful import unwrapped
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
-_SAME_OR_BY_NAMES = "build the optimizer with the same groups, or load by names (get_state_dict, with_names)"
+_BY_NAMES = "or load by names (get_state_dict, with_names)"
 
 FlatItems = Mapping[str, tuple[Path, Any]]
 """Flat name -> (DCP's path, what is there)."""
@@ -39,15 +43,17 @@ class StoredOptimizer:
 
     Attributes:
         path: Where it is, as DCP has it.
+        item: What is there.
         groups: The keys of the parameters by group, all names or all numbers.
-        labels: The `param_names` by group, if every parameter has one of its own.
+        names: Those of the parameters by group, where the commit has them: the keys, or the `param_names`.
         state: Keys of the parameters that have state, as text.
         entries: What the state of a parameter is called: exp_avg and the like.
     """
 
     path: Path
+    item: Item
     groups: tuple[tuple[Name, ...], ...]
-    labels: tuple[tuple[str, ...], ...] | None
+    names: tuple[tuple[str, ...], ...] | None
     state: frozenset[str]
     entries: frozenset[str]
 
@@ -61,11 +67,6 @@ class StoredOptimizer:
         """All keys, in the order of the groups."""
         return [key for group in self.groups for key in group]
 
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...] | None:
-        """The names of the parameters by group, where the commit has them."""
-        return tuple(tuple(map(str, group)) for group in self.groups) if self.is_named else self.labels
-
     def flat(self, *below: Name) -> str:
         """DCP's name for what is below."""
         return ".".join(map(str, (*self.path, *below)))
@@ -74,16 +75,16 @@ class StoredOptimizer:
         """What the commit calls each parameter -> what a target of the other kind does."""
         if self.is_named:
             return {str(key): str(number) for number, key in enumerate(self.keys)}
-        names = [name for group in self.labels or () for name in group]
+        names = [name for group in self.names or () for name in group]
         return dict(zip(map(str, self.keys), names, strict=False))
 
 
 class StoredOptimizers:
     """All optimizers of one commit."""
 
-    def __init__(self, items: FlatItems) -> None:
+    def __init__(self, items: FlatItems, tree: Container) -> None:
         self._items = items
-        self.found = tuple(_stored_in(items))
+        self.found = tuple(_stored_in(tree, items))
         self._by_numbers: set[Path] = set()
         self._flat_forms = {
             ".".join(map(str, (*path[:-1], part, "")))
@@ -140,17 +141,19 @@ class StoredOptimizers:
         for optimizer in self.found:
             own = [state.get(optimizer.flat(GROUPS, number, PARAMS)) for number in range(len(optimizer.groups))]
             labels = [state.get(optimizer.flat(GROUPS, number, PARAM_NAMES)) for number in range(len(own))]
-            target = _Target(optimizer, own, labels, state)
-            if optimizer.is_named and (target.is_numbered or self._reads_numbers(optimizer, names)):
-                target.check_order()
-            elif optimizer.labels is None and target.is_named and any(optimizer.groups) and not optimizer.is_named:
+            listed = [group for group in own if isinstance(group, list) and group]
+            is_numbered, is_named = (any(_all(kind, group) for group in listed) for kind in (int, str))
+            if optimizer.is_named and (is_numbered or self._reads_numbers(optimizer, names)):
+                more = optimizer.flat(GROUPS, len(own), PARAMS) in state
+                _check_numbers(optimizer, [*own, *([[]] if more else [])], [*labels, *([None] if more else [])])
+            elif optimizer.names is None and is_named and any(optimizer.groups):
                 raise MismatchError(_no_names(optimizer))
             # A parameter's name may read as the number of a group, as in a bare ParameterList.
             has_digits = any(isinstance(key, str) and key.isdecimal() for key in optimizer.keys)
             if has_digits and not any(isinstance(group, list) for group in own):
-                target.check_digits(names)
+                _check_digits(optimizer, names)
             if not partial:
-                target.check_state()
+                _check_state(optimizer, [key for group in listed for key in group], state, is_named=is_named)
 
     def params(self, name: str, own: Any) -> list[Any] | None:
         """What a target that has the list `own` under `name` is given, if the commit's list is another one.
@@ -167,7 +170,7 @@ class StoredOptimizers:
                     if optimizer.is_named and _all(int, own):
                         return list(own)
                     if not optimizer.is_named and group and _all(str, own):
-                        return list(optimizer.labels[number]) if optimizer.labels else None
+                        return list(optimizer.names[number]) if optimizer.names else None
         return None
 
     def _reads_numbers(self, optimizer: StoredOptimizer, wanted: set[str]) -> bool:
@@ -197,100 +200,77 @@ class Entries(dict[str, Any]):
         return dict, (dict(self),)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The target's side of one optimizer: `params` and `param_names` by the commit's groups, None where it has none."""
+def _check_numbers(optimizer: StoredOptimizer, own: Sequence[Any], labels: Sequence[Any]) -> None:
+    """A target by numbers has the parameters of a commit by names, in its order.
 
-    stored: StoredOptimizer
-    groups: Sequence[Any]
-    labels: Sequence[Any]
-    state: Mapping[str, Any]
-
-    @property
-    def is_numbered(self) -> bool:
-        return any(isinstance(group, list) and group and _all(int, group) for group in self.groups)
-
-    @property
-    def is_named(self) -> bool:
-        return any(isinstance(group, list) and group and _all(str, group) for group in self.groups)
-
-    def check_order(self) -> None:
-        """A target by numbers has the commit's parameters, in its order."""
-        sizes = [len(group) if isinstance(group, list) else None for group in self.groups]
-        more = self.stored.flat(GROUPS, len(sizes), PARAMS) in self.state
-        if sizes != [len(group) for group in self.stored.groups] or more:
+    Args:
+        own, labels: `params` and `param_names` of the target, by group; None where it has none.
+    """
+    groups = [group if isinstance(group, list) else [] for group in own]
+    form = OptimizerForm({STATE: {}, GROUPS: [{PARAM_NAMES: called} for called in labels]}, groups, None, {})
+    found = match_optimizer(form, optimizer.item, optimizer.path, alone=True)
+    if isinstance(found, str):
+        raise MismatchError(f"{found}, {_BY_NAMES}")
+    keys = list(map(str, optimizer.keys))
+    for number, name in found.stored.items():
+        read = str(number) if str(number) in keys else keys[number] if number < len(keys) else None
+        if read != name:
             raise MismatchError(
-                f"{self.stored.flat()}: the target has the parameters by numbers, {_in_words(sizes, more)}, "
-                f"the commit by names in groups of {[len(group) for group in self.stored.groups]}: {_SAME_OR_BY_NAMES}"
-            )
-        names = list(map(str, self.stored.keys))
-        if any(name.isdigit() for name in names) and names != list(map(str, range(len(names)))):
-            raise MismatchError(
-                f"{self.stored.flat()}: the target has the parameters by numbers, the commit by names that are numbers "
-                f"themselves, in another order ({_shown(names)}): load by names (get_state_dict, with_names)"
-            )
-        for called, group in zip(self.labels, self.stored.groups, strict=True):
-            mine, theirs = list(map(str, called or ())), list(map(str, group))
-            if isinstance(called, list) and unwrapped(mine) != unwrapped(theirs):
-                raise MismatchError(
-                    f"{self.stored.flat()}: the target has the parameters by numbers, and its param_names "
-                    f"{_shown(mine)} are not the commit's {_shown(theirs)}: load by names (get_state_dict, with_names)"
-                )
-
-    def check_digits(self, wanted: Iterable[str]) -> None:
-        """The flat form calls the options of a parameter "1" as the nested form calls those of group 1."""
-        start = self.stored.flat(GROUPS, "")
-        found = next((name for name in wanted if _number(name, start) is not None), None)
-        if found is not None:
-            raise MismatchError(
-                f"{found}: in the flat form parameters whose names are numbers look like numbers of groups: load with "
-                "flatten_optimizer_state_dict=False, or use repo.checkout"
-            )
-
-    def check_state(self) -> None:
-        """A target that has parameters but no state yet would get the options alone; one with less state is logged."""
-        start = self.stored.flat(STATE, "")
-        own = [key for group in self.groups if isinstance(group, list) for key in group]
-        known = self.stored.state
-        if own and self.is_named and (self.stored.is_named or self.stored.labels):
-            others = {name: key for key, name in self.stored.others().items()}
-            known = known & {str(key) if self.stored.is_named else others.get(str(key)) for key in own}
-        keys = set(map(str, own))
-        having = {name[len(start) :].rpartition(".")[0] for name in self.state if name.startswith(start)} & keys
-        if having and len(having) < len(known):
-            _LOGGER.warning(
-                "%s: the commit has the state of %d parameters, the target of %d: the rest is not loaded",
-                self.stored.flat(), len(known), len(having),
-            )  # fmt: skip
-        if own and known and not any(name.startswith(start) for name in self.state):
-            raise MismatchError(
-                f"{self.stored.flat()}: the commit has the state of {len(known)} parameters, the target's optimizer "
-                "has none yet, and DCP fills only what is there: make it with get_state_dict(model, optimizer), use "
-                "repo.checkout, or pass DefaultLoadPlanner(allow_partial_load=True) to go without it"
+                f"{optimizer.flat()}: the target has the parameters by numbers, and number {number} would get the "
+                f"state of {read!r} in place of that of {name!r}: build the optimizer in the order of the commit, "
+                f"{_BY_NAMES}"
             )
 
 
-def _stored_in(items: FlatItems) -> Iterator[StoredOptimizer]:
-    groups: dict[Path, dict[int, list[Any]]] = {}
-    labels: dict[Path, dict[int, list[Any]]] = {}
-    for path, item in items.values():
-        if len(path) > 2 and path[-3] == GROUPS and type(path[-2]) is int and path[-1] in (PARAMS, PARAM_NAMES):
-            value = item.value if isinstance(item, ValueItem) else item
-            listed = groups if path[-1] == PARAMS else labels
-            if isinstance(value, list):
-                listed.setdefault(path[:-3], {})[path[-2]] = value
-    for path, by_number in groups.items():
-        keys = [key for group in by_number.values() for key in group]
-        if len(set(map(str, keys))) == len(keys) and (_all(int, keys) or _all(str, keys)):
-            numbers = range(max(by_number) + 1)
-            ordered = [by_number.get(number, []) for number in numbers]
-            called = param_names(ordered, [labels.get(path, {}).get(number, []) for number in numbers])
-            names = called if called is None else tuple(tuple(called[key] for key in group) for group in ordered)
-            depth, start = len(path) + 1, (*path, STATE)
-            below = [other for other, _ in items.values() if len(other) > depth and other[:depth] == start]
-            has_state = {str(other[depth]) for other in below} & set(map(str, keys))
-            entries = frozenset(str(other[-1]) for other in below)
-            yield StoredOptimizer(path, tuple(map(tuple, ordered)), names, frozenset(has_state), entries)
+def _check_digits(optimizer: StoredOptimizer, wanted: Iterable[str]) -> None:
+    """The flat form calls the options of a parameter "1" as the nested form calls those of group 1."""
+    start = optimizer.flat(GROUPS, "")
+    found = next((name for name in wanted if _number(name, start) is not None), None)
+    if found is not None:
+        raise MismatchError(
+            f"{found}: in the flat form parameters whose names are numbers look like numbers of groups: load with "
+            "flatten_optimizer_state_dict=False, or use repo.checkout"
+        )
+
+
+def _check_state(optimizer: StoredOptimizer, own: Sequence[Any], state: Mapping[str, Any], *, is_named: bool) -> None:
+    """A target that has parameters but no state yet would get the options alone; one with less state is logged."""
+    start, known = optimizer.flat(STATE, ""), optimizer.state
+    if own and is_named and optimizer.names:
+        others = {name: key for key, name in optimizer.others().items()}
+        known = known & {str(key) if optimizer.is_named else others.get(str(key)) for key in own}
+    having = {name[len(start) :].rpartition(".")[0] for name in state if name.startswith(start)} & set(map(str, own))
+    if having and len(having) < len(known):
+        _LOGGER.warning(
+            "%s: the commit has the state of %d parameters, the target of %d: the rest is not loaded",
+            optimizer.flat(), len(known), len(having),
+        )  # fmt: skip
+    if own and known and not any(name.startswith(start) for name in state):
+        raise MismatchError(
+            f"{optimizer.flat()}: the commit has the state of {len(known)} parameters, the target's optimizer "
+            "has none yet, and DCP fills only what is there: make it with get_state_dict(model, optimizer), use "
+            "repo.checkout, or pass DefaultLoadPlanner(allow_partial_load=True) to go without it"
+        )
+
+
+def _stored_in(item: Item, items: FlatItems, path: Path = ()) -> Iterator[StoredOptimizer]:
+    if not isinstance(item, Container):
+        return
+    listed = stored_groups(item) if GROUPS in item.children else None
+    groups = tuple(tuple(group or ()) for group in listed or ())
+    keys = [key for group in groups for key in group]
+    if any(".".join(map(str, (*path, GROUPS, number, PARAMS))) in items for number in range(len(groups))) and (
+        len(set(map(str, keys))) == len(keys) and (_all(int, keys) or _all(str, keys))
+    ):
+        called = names_in(item, listed or []) if keys else None
+        names = None if called is None else tuple(tuple(called[key] for key in group) for group in groups)
+        depth, start = len(path) + 1, (*path, STATE)
+        below = [other for other, _ in items.values() if len(other) > depth and other[:depth] == start]
+        has_state = {str(other[depth]) for other in below} & set(map(str, keys))
+        entries = frozenset(str(other[-1]) for other in below)
+        yield StoredOptimizer(path, item, groups, names, frozenset(has_state), entries)
+    for name, child in item.children.items():
+        yield from _stored_in(child, items, (*path, name if item.kind == "list" else str(name)))
 
 
 def _also_called(below: Path, optimizer: StoredOptimizer, others: Mapping[str, str]) -> Iterator[Path]:
@@ -315,7 +295,8 @@ def _refuse_unknown(optimizer: StoredOptimizer, name: str, *, by_numbers: bool) 
     if by_numbers and group is not None and group >= len(optimizer.groups):
         raise MismatchError(
             f"{optimizer.flat()}: the target has the parameters by numbers and a group of the number {group}, the "
-            f"commit by names in groups of {[len(each) for each in optimizer.groups]}: {_SAME_OR_BY_NAMES}"
+            f"commit by names in groups of {[len(each) for each in optimizer.groups]}: build the optimizer with the "
+            f"same groups, {_BY_NAMES}"
         )
     if not name.startswith(start) or optimizer.names is not None or not optimizer.keys:
         return
@@ -336,16 +317,6 @@ def _no_names(optimizer: StoredOptimizer) -> str:
         'param_names: repo.checkout(REF, into={"model": model, "optim": optimizer}) matches them by their order, '
         "and so does dcp.load of the optimizer's own state_dict()"
     )
-
-
-def _in_words(sizes: Sequence[int | None], more: bool) -> str:
-    if all(size is None for size in sizes):
-        return f"no list of them (the planner's state has no {GROUPS}.*.{PARAMS})"
-    return f"in groups of {[0 if size is None else size for size in sizes]}{' and more' if more else ''}"
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
 
 
 def _all(kind: type, values: Iterable[Any]) -> bool:

@@ -102,7 +102,7 @@ class Catalog:
             tree = with_values(handle, stored, allow_pickle=allow_pickle)
         self.commit, self._row = row.digest.hex(), row
         self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
-        self.optimizers = StoredOptimizers(self.items)
+        self.optimizers = StoredOptimizers(self.items, tree if flatten else Container("dict", {}))
         self._layout: LayoutObject | None = None
 
     def layout(self, handle: RepositoryHandle) -> LayoutObject:

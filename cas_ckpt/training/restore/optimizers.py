@@ -132,11 +132,11 @@ def match_optimizer(form: OptimizerForm, item: Item, path: Path, *, alone: bool)
         return (
             f"{render_key(path)}: the target is an optimizer, the commit has neither {STATE} nor {GROUPS} there{remedy}"
         )
-    stored = _stored_groups(item)
+    stored = stored_groups(item)
     if stored is None:
         return _without_groups(form, item, path)
     everything = [name for group in stored for name in group or ()]
-    mine, theirs = _names_of_both(form, _names_in(item, stored))
+    mine, theirs = _names_of_both(form, names_in(item, stored))
     if mine is None or theirs is None:
         if [len(group) for group in form.groups] != [-1 if group is None else len(group) for group in stored]:
             return _other_groups(form, stored, path)
@@ -182,7 +182,7 @@ def _unwrapped(names: dict[Any, str]) -> dict[Any, str]:
     return found if len(set(found.values())) == len(found) else {}
 
 
-def _names_in(item: Item, stored: list[list[Name] | None]) -> dict[Name, str] | None:
+def names_in(item: Item, stored: list[list[Name] | None]) -> dict[Name, str] | None:
     """Key -> name of the parameters in the commit: keys that are names, or `param_names`."""
     keys = [key for group in stored for key in group or ()]
     if all(isinstance(key, str) for key in keys):
@@ -306,7 +306,7 @@ def _other_groups(
     return sentence + ": build the optimizer over the same parameters in the same groups"
 
 
-def _stored_groups(item: Item) -> list[list[Name] | None] | None:
+def stored_groups(item: Item) -> list[list[Name] | None] | None:
     """Keys of the parameters in each stored group; None for what is not a group, or where there are no groups."""
     groups: Item | None = item.children.get(GROUPS) if isinstance(item, Container) else item
     if groups is None:
