@@ -31,7 +31,7 @@ def test_verbs_on_few_large_tensors_keep_to_a_small_budget(tmp_path: Path, encod
     assert not above(peaks, budget)
 
 
-def test_verbs_on_a_tensor_of_a_gigabyte_keep_to_a_small_budget(tmp_path: Path) -> None:
+def test_verbs_on_a_tensor_of_twice_the_budget_keep_to_it(tmp_path: Path) -> None:
     budget = 72 * MB
     (peaks,) = results(run_processes(1, f"{CASES}one_huge_tensor", str(tmp_path), budget, timeout_s=120))
     assert not above(peaks, budget)
@@ -49,10 +49,9 @@ def test_what_a_worker_process_is_shown_of_a_state_that_is_not_staged_counts(tmp
     assert not above(peaks, budget)
 
 
-def test_verbs_on_a_hundred_thousand_small_tensors_keep_to_the_default(tmp_path: Path) -> None:
-    outcomes = run_processes(1, f"{CASES}many_small_tensors", str(tmp_path), timeout_s=120)
-    (peaks,) = results(outcomes)
-    assert not above(peaks, DEFAULT_BYTES)
+def test_verbs_on_small_tensors_keep_to_what_lets_a_hundred_thousand_keep_to_the_default(tmp_path: Path) -> None:
+    (peaks,) = results(run_processes(1, f"{CASES}many_small_tensors", str(tmp_path)))
+    assert not above(peaks, 2 * DEFAULT_BYTES // 5)
 
 
 def test_ranks_that_share_cells_keep_to_their_budgets(tmp_path: Path) -> None:
