@@ -1,4 +1,4 @@
-"""What tiers still have of commits of which the last copy here is about to go: they are asked, not remembered.
+"""Checks that tiers have the commits whose last local copy is about to be deleted: they are asked each time.
 
     1. can it be reached, is it the repository that it was when it was first asked, and not this one
     2. do its refs lead to the commit, and has it not forgotten it

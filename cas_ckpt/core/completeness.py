@@ -1,4 +1,4 @@
-"""What must be there before a ref may name an old commit: nothing that it keeps may be collected.
+"""Checks before a ref may name an old commit: all that it keeps must be there, and not be collected.
 
     1. the commit itself: every object of its state, condemned packs left out; but for chunks that a remote promised
     2. its history: kept by a ref of this generation, of which

@@ -1,4 +1,4 @@
-"""What a repository says of itself: its config and the state of its garbage collection.
+"""The config of a repository, and the state of its garbage collection.
 
 Invariant: a repository of a newer format is refused before anything else is read.
 """
@@ -37,7 +37,7 @@ HONOURED, EMULATED = "honoured", "emulated"
 MIN_PACK_BYTES = 1024 * 1024
 
 SHORT = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
-"""What ids, names of branches and encodings are made of: all of them are shown, and some are parts of other names."""
+"""Characters of ids, names of branches and encodings: all of them are shown, and some are parts of other names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ NODES_TOGETHER = 2048
 """Nodes in memory at a time: some 16 MB."""
 
 TURN = "elsewhere"
-"""What processes of one machine take turns on."""
+"""Name of the turn that processes of one machine take."""
 
 MOST_LENT = 200_000
 """Objects whose places at remotes are held in memory at most, before that begins anew (some 100 MB)."""

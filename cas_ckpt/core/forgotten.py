@@ -49,7 +49,7 @@ MAX_LOOKS = 10
 
 
 def read_forgotten(store: Store) -> frozenset[Digest]:
-    """The ids of all forgotten commits, for whoever relies on the data of the others.
+    """The ids of all forgotten commits, for callers that rely on the data of the others.
 
     Raises:
         CorruptionError: a record is damaged.
@@ -58,7 +58,7 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
 
 
 def readable_forgotten(store: Store) -> frozenset[Digest]:
-    """The same for whoever only shows them, or keeps the others: a damaged record is passed by, with a warning."""
+    """The same for callers that only show them, or keep the others: damaged records are skipped, with a warning."""
     return frozenset(digest for _, ids in _readable_records(store) for digest in ids)
 
 
@@ -151,7 +151,7 @@ def _read(store: Store, keys: Iterable[str], damaged: list[CorruptionError]) -> 
 
 
 def _require_few(store: Store, ids: Sized) -> None:
-    """Raise TooLargeError for more commits than are held in memory: nobody forgot so many."""
+    """Raise TooLargeError for more commits than are held in memory: no real repository has so many."""
     if len(ids) > MOST_IDS:
         raise TooLargeError(
             f"{store.url} names more than {MOST_IDS} forgotten or released commits: no history has them"
@@ -159,7 +159,7 @@ def _require_few(store: Store, ids: Sized) -> None:
 
 
 def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Digest]:
-    """`read_forgotten` for whoever only looks: one listing, and records, which never change, from the cache.
+    """`read_forgotten` for readers: one listing, and records, which never change, from the cache.
 
     While a collection merges records, of which there were many, a listing may miss some of them for a moment.
     """

@@ -77,7 +77,7 @@ MOST_KNOWN = 1_000_000
 """Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
 
 CACHED_BYTES = 8 * 1024 * 1024
-"""Longer ranges of packs are not kept on this host: whoever reads them reads much else, and once."""
+"""Longer ranges of packs are not cached on this host: such reads are large, and seldom repeated."""
 
 WHOLE_SET_CHUNKS = 500_000
 """Up to this many chunks, their ids are held in memory while the handle commits (some 50 MB)."""
@@ -361,7 +361,7 @@ class RepositoryHandle(Uncopied):
             return dict(self._present)
 
     def _read_packs(self, keys: Sequence[str], stored: dict[str, int]) -> Iterator[PackRecord]:
-        """What these packs hold; those that are gone, or damaged, which the log says, are left out.
+        """Records of these packs; those that are gone, or damaged (which is logged), are left out.
 
         Where requests are dear, meta packs come first: they may have copies of the directories of data packs, whose
         tails need not be read then. Each copy comes before the nodes that refer to what is in it.
@@ -820,7 +820,7 @@ def index_place(store: Store, kept: RepositoryCache | None = None) -> str:
 
 
 def usual_index_place(store: Store, store_id: str, *, read_only: bool = False) -> str:
-    """The same for whoever does not open the repository; arguments and errors as of `configured_index`."""
+    """The same without opening the repository; arguments and errors as of `configured_index`."""
     if (configured := configured_index(store, read_only=read_only)) is not None:
         return configured
     host = None if store.abilities.local else HostCache.open()

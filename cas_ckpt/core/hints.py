@@ -1,4 +1,4 @@
-"""The writer's half of hints: what the meta pack of a commit says beside its nodes, on a store that is not local.
+"""The writer's half of hints: data beside the nodes in the meta pack of a commit, on a store that is not local.
 
     1. the directories of the data packs that were written for the commit: nobody has to read their tails
     2. a page of history: the commits before it, so that a log of thousands takes few reads. The page of a commit goes

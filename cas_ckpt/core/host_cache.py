@@ -1,4 +1,4 @@
-"""What this host keeps of repositories on stores that are not local: so that the second look costs few requests.
+"""The local cache of repositories on stores that are not local, which saves requests.
 
     <place>/urls/<hash of the URL>       what is known of a URL: the config that was found there
     <place>/<name>/index.sqlite          the index of a repository, as every repository has one
@@ -161,7 +161,7 @@ class HostCache:
     # --- repositories --------------------------------------------------------------------------
 
     def repository(self, store_id: str, url: str) -> RepositoryCache | None:
-        """What is kept of the repository of this id at `url`; None if no folder can be had, or an id is none."""
+        """The cache of the repository of this id at `url`; None if it has no folder, or the id is malformed."""
         name = _folder_name(store_id, url)
         if not _FOLDER.match(name):
             return None
@@ -175,7 +175,7 @@ class HostCache:
         return RepositoryCache(self, folder)
 
     def repositories(self) -> list[CachedRepository]:
-        """What is kept, the last used first."""
+        """Cached repositories, the last used first."""
         urls: dict[str, str] = {}
         for path in _files(self.folder / "urls"):
             with suppress(ValueError, TypeError, KeyError, msgpack.UnpackException):

@@ -1,4 +1,4 @@
-"""What must stay: the commits that refs keep, and what those commits need.
+"""Live objects: the commits that refs keep, and all that those commits need.
 
     heads       targets of branches, tags and pins, and every commit that they lead to
     reflog      old targets that a ref's log remembers and that have not expired, and what they lead to
@@ -61,7 +61,7 @@ def graph_with(handle: RepositoryHandle, starts: Sequence[bytes]) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class LiveSets:
-    """What must stay.
+    """Live objects, which must stay.
 
     Attributes:
         commits: Commits whose own object stays, forgotten ones included.
@@ -87,7 +87,7 @@ def live_sets(
     expire_before_us: int = 0,
     keep_orphans: bool = False,
 ) -> LiveSets:
-    """What the refs of the repository keep.
+    """The commits that the refs of the repository keep.
 
     Args:
         refs: As they were read, placeholders and deleted ones too; None: read them now.

@@ -129,7 +129,7 @@ def _parts(store: Store, key: str, trailer: pack.Trailer, infos: Sequence[Extent
 
 
 def _node_rows(nodes: Iterable[tuple[ExtentInfo, bytes]]) -> NodeRows:
-    """What nodes say that are proven by their ids."""
+    """Rows of nodes that are verified by their ids."""
     rows = NodeRows()
     for info, data in nodes:
         # A layout that cannot be read gives no rows: no state depends on it.
@@ -140,7 +140,7 @@ def _node_rows(nodes: Iterable[tuple[ExtentInfo, bytes]]) -> NodeRows:
 
 @dataclass(frozen=True, slots=True)
 class ListedPack:
-    """What a pack says that was listed.
+    """The record of a pack that was listed.
 
     Attributes:
         record: None: it is so long that it is to be read alone, by `read_in_parts`.
@@ -278,7 +278,7 @@ def _hints_before(tail: memoryview, trailer: pack.Trailer, *, start: int = 0) ->
 
 
 def hints_problem(store: Store, key: str, trailer: pack.Trailer, entries: Sequence[ExtentInfo]) -> str | None:
-    """What is wrong with the hints of a meta pack; None: nothing, or there are none."""
+    """The damage of the hints of a meta pack; None if they are intact, or there are none."""
     start = max((info.end for info in entries), default=pack.HEADER_BYTES)
     length = trailer.directory_offset - start
     if trailer.kind != pack.PackKind.META or length <= 0 or trailer.num_entries != len(entries):

@@ -49,7 +49,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 
 class Preview:
-    """What hints say, for one handle. Threads may share it."""
+    """Data from hints, for one handle. Thread-safe."""
 
     def __init__(self, handle: RepositoryHandle) -> None:
         self._handle = handle
@@ -113,7 +113,7 @@ class Preview:
             return found
 
     def records(self, digests: Sequence[Digest]) -> list[PackRecord]:
-        """What is to be brought into the index so that it knows more of these nodes; each pack once, and whole."""
+        """Records to add to the index so that it knows more of these nodes; each pack once, and whole."""
         with self._lock:
             keys = {place.pack for places in self.locate(digests).values() for place in places}
             found: list[PackRecord] = []

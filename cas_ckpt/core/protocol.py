@@ -1,4 +1,4 @@
-"""What garbage collection and writers tell one another: the record gc/state, and sessions.
+"""The records that garbage collection and writers exchange: gc/state, and sessions.
 
 gc/state: which generation of collection there is, and which packs are condemned. Writers read it after the ref that
 they will swap, and collectors fence the refs after they have changed it (format.md, "Writing").
@@ -34,7 +34,7 @@ from cas_ckpt.storage.store import Store, few_keys
 GC_STATE_KEY = "gc/state"
 
 MAKE_ANEW = 'end every gc, then run repo.repair("state") (an older copy of it would not do)'
-"""What helps against a gc/state that is damaged, lost or too old."""
+"""Advice for a gc/state that is damaged, lost or too old."""
 
 
 class GcPhase(StrEnum):
@@ -184,7 +184,7 @@ class Session:
             _LOGGER.warning("this commit could not be announced, a collection may cost it time: %s", error)
 
     def announce(self) -> None:
-        """Write the record now, under a name that nobody has used before.
+        """Write the record now, under a new name.
 
         Raises:
             StorageError: the store refuses.

@@ -213,7 +213,7 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
 
 @dataclass(slots=True)
 class _Publishing:
-    """What the attempts of one `publish_commit` have seen and written so far.
+    """State of one `publish_commit` over its attempts.
 
     Attributes:
         generation: That under which all that is not written was seen to be stored.

@@ -1,4 +1,4 @@
-"""Why the last push to a tier failed: one sealed record under `tiers`, so that whoever looks later can say it.
+"""Why the last push to a tier failed: one sealed record under `tiers`, for `status`.
 
 Changed by compare-and-swap; absent until a push fails, and no decision depends on it: what waits is what the refs say.
 

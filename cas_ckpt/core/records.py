@@ -61,7 +61,7 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CommitStats:
-    """What a commit holds and what it cost, bytes and counts.
+    """Contents and cost of a commit, in bytes and counts.
 
     Attributes:
         total_bytes: Plain bytes of all tensors and values.
@@ -89,7 +89,7 @@ PARTLY_FROM = "partly-from"
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What a state was made from, beyond the parents of its commit.
+    """Origins of a state, beyond the parents of its commit.
 
     Attributes:
         kind: "fine-tune-of", "quantized-from", "merged-from", or any other word of small letters,
@@ -241,7 +241,7 @@ def commit_of(handle: RepositoryHandle, digest: Digest) -> CommitRow:
 
 
 def layout_of(handle: RepositoryHandle, row: CommitRow) -> LayoutObject:
-    """What the commit says of its state besides the content.
+    """The layout of the commit's state.
 
     Raises:
         CorruptionError: it names no layout, or that is damaged. NotFoundError: it is not there.
@@ -315,7 +315,7 @@ WITH_CONTENT = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENS
 
 
 class NodeRows:
-    """What the nodes of a pack give for its `PackRecord`, gathered node by node.
+    """Rows for a `PackRecord`, collected node by node.
 
     Attributes:
         edges, commits, contents: As in `PackRecord`.
@@ -427,7 +427,7 @@ def _cut(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 
 def _content(node: Node) -> NodeContent | None:
-    """What a node says that was made by this commit."""
+    """Rows of a node that was made by this commit."""
     if node.kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
         return own_tree(node)
     return node_content(node.kind, node.data)[1] if node.kind in WITH_CONTENT else None

@@ -34,7 +34,7 @@ MIN_PREFIX = 4
 """Fewest digits of an id that are accepted."""
 
 REFS = "refs/"
-"""What the whole names of refs begin with, and no others."""
+"""Prefixes of full names of refs, and of no other names."""
 
 REF_SUFFIX = ".ref"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
@@ -97,7 +97,7 @@ class RefKind(Enum):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return _LABELS[self]
 
 
@@ -134,7 +134,7 @@ class TagSignature:
 
 
 def tag_bytes(key: str, target: Digest, note: str, *, time_us: int, author: str) -> bytes:
-    """What the signature of a tag is of: where it is stored, the commit, the message, the time and the signer."""
+    """The signed bytes of a tag: where it is stored, the commit, the message, the time and the signer."""
     signed = {"name": key, "target": target, "message": note, "time_us": time_us, "author": author}
     return pack_canonical(["tag", VERSION, signed])
 
@@ -374,7 +374,7 @@ def check_note(name: str, text: str) -> None:
 
 
 def default_author() -> str:
-    """Who commits when nobody says: user@host."""
+    """The default author: user@host."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

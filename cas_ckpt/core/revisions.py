@@ -22,14 +22,14 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 
 class Identified(Protocol):
-    """What has the id of a commit: a `CommitInfo`, for one."""
+    """An object with the id of a commit, such as `CommitInfo`."""
 
     @property
     def id(self) -> str: ...
 
 
 Revision: TypeAlias = str | Identified
-"""What people write for a commit, or something that has its id."""
+"""Types of a revision: text, or an object that has the id of a commit."""
 
 HEAD_NAMES = ("HEAD", "@")
 
@@ -202,7 +202,7 @@ def require_one(name: str, found: Sequence[Ref]) -> None:
 
 
 def other_meaning(handle: RepositoryHandle, name: str, *others: RepositoryHandle) -> str | None:
-    """What a new branch or tag of the name `name` would be mistaken for, in words; None: for nothing.
+    """The other meaning that a new branch or tag called `name` would have, in words; None if there is none.
 
     Args:
         others: Repositories whose commits may come here: their ids count, too.

@@ -1,4 +1,4 @@
-"""What a repository says of its surroundings, and may change: named remotes, and where its index is.
+"""Mutable settings of a repository: named remotes, and where its index is.
 
 One sealed record under `settings`, changed by compare-and-swap, so that of two people who change it at once neither
 undoes the other.
@@ -94,7 +94,7 @@ class Remote:
             )
 
     def place(self, store: Store) -> str:
-        """What is opened for it: `url`, with no credentials for a service that the repository in `store` alone names.
+        """The URL to open for it: `url`, with no credentials for a service that the repository in `store` alone names.
 
         Google's tokens are good for whoever has them, so that none goes to another service, whoever named it. What S3
         is sent is signed, and good for one request to one host, but shows the key id and the token of a session.
@@ -272,7 +272,7 @@ def _encode(settings: Settings) -> bytes:
 
 
 def _payload(remote: Remote) -> dict[str, Any]:
-    """What says something of `remote`."""
+    """Encoded settings of `remote`."""
     found = {one.name: getattr(remote, one.name) for one in fields(remote)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items() if value}
 

@@ -83,5 +83,5 @@ def _is_copy(store: FileStore, noted: str, store_id: str) -> bool:
 
 
 def _numbers(store: FileStore) -> list[int]:
-    """What tells a folder from its copies, under whatever name and on whatever mount it is seen."""
+    """Numbers that distinguish a folder from its copies, independent of name and mount."""
     return [os.stat(path).st_ino for path in (store.root, store.root / CONFIG_KEY)]

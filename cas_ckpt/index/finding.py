@@ -46,7 +46,7 @@ FEW_STATES = 16
 
 @dataclass(frozen=True, slots=True)
 class EntryFilter:
-    """What wanted entries are. None, or no patterns, is not a condition.
+    """Conditions on entries. None, or no patterns, is not a condition.
 
     Attributes:
         keys: Patterns that their keys match.
@@ -105,7 +105,7 @@ class Match(NamedTuple):
 
 
 def find_entries(connection: Connection, *, roots: Sequence[bytes], wanted: EntryFilter) -> list[Match]:
-    """What is wanted in the states `roots`, in no order; equal content under one key is one entry.
+    """Matching entries of the states `roots`, in no order; equal content under one key is one entry.
 
     Args:
         roots: A state may come several times: it counts each time.
@@ -197,7 +197,7 @@ _COMPOSITES = (
 
 @dataclass(slots=True)
 class _Listed:
-    """What is wanted of one place.
+    """Matches in one place.
 
     Attributes:
         matches: Key and content of entries.
@@ -209,7 +209,7 @@ class _Listed:
 
 
 class _Search:
-    """What is wanted, in numbers of this transaction.
+    """The conditions, in numbers of this transaction.
 
     Args:
         climbs: Find out what is above a dtype, shape or length, in all of history.
@@ -259,7 +259,7 @@ class _Search:
             self.is_exact = not (parts or unclear or wanted.keys)
 
     def levels(self, places: Collection[Place]) -> Iterator[dict[Place, _Listed]]:
-        """What is wanted of these places, then of those in them, and so on."""
+        """Matches in these places, then in those below them, level by level."""
         ahead, total = Ahead(self._connection, self._wanted.keys, within=self.above), 0
         trees = read_trees(self._connection, {number for _, number in places})
         for _ in range(MAX_DEPTH):
@@ -307,7 +307,7 @@ class _Search:
             listed.inside = [place for place in listed.inside if place[1] not in numbers]
 
     def shown(self, found: Mapping[tuple[str, _Content], _Span]) -> list[Match]:
-        """What was found, as lists show it."""
+        """The matches, as listings show them."""
         numbers = {content if isinstance(content, int) else content[_CHILD] for _, content in found}
         digests = read_digests(self._connection, numbers - {None})
         answer = []

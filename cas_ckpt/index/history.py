@@ -196,7 +196,7 @@ def all_lineage(connection: AnyConnection) -> list[tuple[bytes, LineageEdge]]:
 
 
 class _Node(NamedTuple):
-    """What the walk needs of one commit."""
+    """The fields of one commit that the walk needs."""
 
     object_id: int
     time_us: int
@@ -330,7 +330,7 @@ def read_sizes(connection: AnyConnection, starts: Iterable[bytes], *, whole: boo
 
 
 class CommitLinks(NamedTuple):
-    """What one commit names: its tree, its layout node (if any) and its parents, the first one first."""
+    """Ids that one commit refers to: its tree, its layout node (if any) and its parents, the first one first."""
 
     root: bytes
     layout: bytes | None

@@ -154,7 +154,7 @@ class Index(Uncopied):
             return question(connection, *args, **kwargs)
 
     def write(self, change: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a change of this room returns, made in a writing transaction of its own: whole, or not at all."""
+        """Make a change in a writing transaction of its own, whole or not at all; its result."""
         with self.writing() as connection:
             return change(connection, *args, **kwargs)
 

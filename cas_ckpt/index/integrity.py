@@ -71,7 +71,7 @@ from cas_ckpt.objects.spec import Spec
 _Numbers: TypeAlias = Mapping[bytes, int]
 
 UNKNOWN = "the index does not know it"
-"""What `differences` says of a pack that has no rows: the index is behind."""
+"""Returned by `differences` for a pack without rows: the index is behind."""
 
 _ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
 _PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
@@ -126,7 +126,7 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
 
 
 def disorder(connection: Connection) -> list[str]:
-    """What is wrong with pages of SQLite, or with what they say tables and views are; PostgreSQL is not asked."""
+    """Damage of SQLite's pages, or of its definitions of tables and views; empty for PostgreSQL."""
     from cas_ckpt.index.views import VIEWS  # as Alembic: not when an index is opened
 
     if connection.dialect.name != "sqlite":
@@ -177,7 +177,7 @@ _VALUES = KeyQuery(select(VALUES), VALUES.c.data)
 
 
 def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numbers) -> Iterable[str]:
-    """What differs in the manifests' rows of the nodes of a pack.
+    """Differences in the manifests' rows of the nodes of a pack.
 
     The rows of dtypes and shapes are compared by what they say: their numbers are of this index alone.
     """
@@ -211,7 +211,7 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
 _OF_COMMITS = {
     table: KeyQuery(select(table), table.c.object_id) for table in (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS)
 }
-"""What is not in the row of a commit itself."""
+"""Fields that are not in the row of a commit itself."""
 
 
 def _compare_commits(
@@ -287,7 +287,7 @@ _PLACES = select(LOCATIONS.c.offset, LOCATIONS.c.object_id).join(PACKS, PACKS.c.
 
 @dataclass(frozen=True, slots=True)
 class UnusableParts:
-    """What may not be counted on.
+    """Parts of the index that cannot be relied on.
 
     Attributes:
         packs: Names of packs that are gone, or whose structure is broken.

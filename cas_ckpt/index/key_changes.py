@@ -131,7 +131,7 @@ class _History:
 
 @dataclass(slots=True)
 class _Listed:
-    """What matches in a container under its key.
+    """Matches in a container under its key.
 
     Attributes:
         rows: Of what matches, as they are compared: entries, and containers as a whole.

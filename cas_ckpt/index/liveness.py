@@ -1,4 +1,4 @@
-"""What lives and what is dead, and in which packs: what garbage collection, and whoever asks what would go, learn here.
+"""Which objects are live or dead, and in which packs: for garbage collection and its previews.
 
     1. packs that nobody examined are examined, in short writing transactions (index/candidates.py)
     2. in one reading transaction, what is known to live is guarded: commits, roots and layouts
@@ -128,13 +128,13 @@ LiveSet: TypeAlias = tuple[Collection[bytes], Collection[bytes]]
 
 
 def freed(index: Index, now: LiveSet, then: LiveSet) -> Usage:
-    """What `now` keeps alive and `then` would not; commit objects and layouts count as nodes."""
+    """Objects that `now` keeps alive and `then` would not; commit objects and layouts count as nodes."""
     examine(index)
     return index.read(_freed, now, then)
 
 
 def unique(index: Index, commits: Collection[bytes], others: Collection[bytes]) -> Usage:
-    """What these commits hold, themselves included, and the commits `others` do not."""
+    """Objects that these commits need, themselves included, and the commits `others` do not."""
     return freed(index, index.read(live_set, commits), index.read(live_set, others))
 
 
@@ -352,7 +352,7 @@ def _entry(row: Sequence[Any]) -> ExtentInfo:
 def living(
     index: Index, *, commits: Iterable[bytes], roots: Iterable[bytes], published: Iterable[bytes] = ()
 ) -> Iterator[Living]:
-    """What lives and what is dead, as of the beginning of the block, which is one reading transaction.
+    """Live and dead objects, as of the beginning of the block, which is one reading transaction.
 
     Args:
         commits: All live commits; a forgotten one keeps its commit object alone.

@@ -1,4 +1,4 @@
-"""What nodes say becomes rows, and goes with them: entries of trees, dtypes and shapes, grids, layouts.
+"""Contents of nodes as rows, inserted and deleted with them: entries of trees, dtypes and shapes, grids, layouts.
 
     t_trees, t_entries   a tree node or page, and what it lists: one set of rows for each distinct node
     t_specs              the distinct dtypes and shapes; t_node_specs: which nodes list tensors of each
@@ -112,7 +112,7 @@ _SPEC_ID: Final = 4
 """Places of these columns."""
 
 FLAVOR_STEP = 8
-"""What each number of a flavor adds to the form of a tensor."""
+"""Offset in the form of a tensor for each flavor."""
 
 _TENSOR, _CHUNK, _INLINE, _VALUE = map(int, (EntryForm.TENSOR, EntryForm.CHUNK, EntryForm.INLINE, EntryForm.VALUE))
 
@@ -147,7 +147,7 @@ def _entry_rows(number: int, tree: RawTree, specs: SpecNumbers, numbers: Mapping
 
 
 def kept_data(data: bytes) -> bytes:
-    """What is kept of inline bytes: equal for equal bytes of one length, and the bytes themselves if they are few."""
+    """A key for inline bytes: equal for equal bytes of one length, and the bytes themselves if they are few."""
     return data if len(data) <= MOST_DATA_BYTES else blake3(data).digest(MOST_DATA_BYTES)
 
 
@@ -226,7 +226,7 @@ _MOST_OTHER_FIELDS = 3
 
 
 def spec_key(dtype: str, shape: tuple[int, ...]) -> str:
-    """What names a dtype and shape in `t_specs`: as people write them, or a hash of that."""
+    """The key of a dtype and shape in `t_specs`: their usual notation, or its hash."""
     text = f"{dtype}{list(shape)}"
     if len(text) <= _MOST_SPEC_CHARS and text.isascii() and "\0" not in text:
         return text

@@ -1,4 +1,4 @@
-"""What the index remembers and packs do not hold: facts by name, and refs as they were last seen.
+"""Data of the index that packs do not hold: facts by name, and refs as they were last seen.
 
 Invariant: facts (the store's id, the generation) and refs are a copy of what the store says, never the truth. Knows
 nothing of objects. What records of refs say besides, and which commits are forgotten, is a copy too, for who asks in

@@ -1,4 +1,4 @@
-"""What goes into the index and what comes out of it, as plain values.
+"""Rows of the index as plain values.
 
 Invariant: digests are bytes of 32, sizes are bytes, leaves are counted from 0 inside their chunk.
 Knows nothing of SQL.
@@ -113,7 +113,7 @@ class RefRow(NamedTuple):
 
 
 class RefState(NamedTuple):
-    """What the record of a ref says, for who asks in SQL.
+    """The record of a ref, for SQL.
 
     Attributes:
         record: Hash of the record.
@@ -195,7 +195,7 @@ class MetricBound:
 
 @dataclass(frozen=True, slots=True)
 class CommitFilter:
-    """What wanted commits say. None, or an empty tuple, is not a condition.
+    """Conditions on commits. None, or an empty tuple, is not a condition.
 
     Attributes:
         since_us, until_us: Microseconds since the epoch, both included.

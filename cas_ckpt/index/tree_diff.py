@@ -97,7 +97,7 @@ _Rows: TypeAlias = tuple[str, Row | None, Row | None]
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """What is under one path on both sides."""
+    """The entries of one path on both sides."""
 
     path: Path
     before: _Side

@@ -105,7 +105,7 @@ class RowsMissingError(CorruptionError):
 
 
 class Tree(NamedTuple):
-    """What a tree node or page is.
+    """A tree node or page.
 
     Attributes:
         kind: Of the container; "" for a page.
@@ -153,7 +153,7 @@ def root_numbers(connection: Connection, roots: Collection[bytes]) -> dict[bytes
 
 
 def read_trees(connection: Connection, numbers: Collection[int]) -> dict[int, Tree]:
-    """What the nodes of these containers are.
+    """The nodes of these containers.
 
     Raises:
         RowsMissingError: there are no rows of one of them. CorruptionError: one is a page.
@@ -165,7 +165,7 @@ def read_trees(connection: Connection, numbers: Collection[int]) -> dict[int, Tr
 
 
 def _read_nodes(connection: Connection, numbers: Collection[int]) -> dict[int, Tree]:
-    """What these nodes are, pages too."""
+    """These nodes, pages included."""
     found = {row[0]: Tree(*row[1:]) for row in rows_by_key(connection, _TREES, numbers)}
     if len(found) < len(set(numbers)):
         _raise_missing(connection, set(numbers) - found.keys())
@@ -326,7 +326,7 @@ def _read_rows(
 
 
 def _likes(names: Names) -> list[str]:
-    """What names are LIKE that may be wanted, in any database; none: any name."""
+    """LIKE patterns for names that may match, in any database; empty: any name."""
     if len(names.globs) > _MOST_LIKES or any(
         len(glob) > _LONGEST_LIKE or storable(glob) != glob for glob in names.globs
     ):

@@ -103,7 +103,7 @@ def under(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, Usage
 
 
 def reachable(connection: Connection, roots: Sequence[bytes]) -> Usage:
-    """What all these roots together lead to, everything counted once."""
+    """Totals of all that these roots lead to, each object counted once."""
     return exclusive(connection, {"all": roots})["all"]
 
 

@@ -319,14 +319,14 @@ THE_CALL = "the making of the group"
 
 
 class Step(StrEnum):
-    """What every rank says in the store that it has done."""
+    """A step that every rank reports in the store."""
 
     COMING = "coming"
     CONNECTED = "connected"
 
 
 _OF_THE_OTHERS = re.compile(r"time.?out|timed out|connection|reset by peer|broken pipe|no route|unreachable|EOF", re.I)
-"""What gloo says when the other end does not answer; everything else is a fault of this rank."""
+"""Messages of gloo when the other end does not answer; all others are faults of this rank."""
 
 
 class Rendezvous:

@@ -27,12 +27,12 @@ from cas_ckpt.objects.structures import made_like, structure_of
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 PARAM_NAMES = "param_names"
-"""What the groups of an optimizer made with named_parameters() have besides: names, in the order of `params`."""
+"""Extra key in the groups of an optimizer made with named_parameters(): names, in the order of `params`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """What an optimizer's `state_dict()` gave, and how its parameters are called there.
+    """An optimizer's `state_dict()`, and the names of its parameters there.
 
     Attributes:
         raw: The state itself.
@@ -230,7 +230,7 @@ def _on_device(value: Any, device: torch.device, *, moves_step: bool, name: Any 
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
-    """What is in a dict, a list, a tuple, a named tuple or a dataclass, by name or number; nothing of anything else."""
+    """Items of a dict, list, tuple, named tuple or dataclass, by name or number; none of anything else."""
     if isinstance(value, dict):
         return value
     if (found := structure_of(value)) is not None:

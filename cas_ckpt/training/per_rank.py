@@ -92,11 +92,11 @@ _TRAINERS = (
     {"torch_manual_seed": "torch", "numpy_random_seed": "numpy", "random_state": "python",
      "torch_cuda_manual_seed": "cuda", "step": ""},  # Accelerate: random_states_0.pkl
 )  # fmt: skip
-"""What trainers call the parts of a random state -> the names of `RNGState`; "" is no part of one."""
+"""Names of trainers for the parts of a random state -> the names of `RNGState`; "" is no part of one."""
 
 
 def rng_item(item: Item) -> Item:
-    """What is stored for a target of `RNGState`, as that commits it: of one rank, or of each.
+    """The stored item for a target of `RNGState`, in its form: of one rank, or of each.
 
     What a trainer has saved of a rank, or of the ranks "0", "1" ... as an import keeps it, is brought into that form;
     anything else is given back as it is.
@@ -111,7 +111,7 @@ def rng_item(item: Item) -> Item:
 
 
 def _of_trainer(item: Item | None) -> Container | None:
-    """What a trainer has saved of one rank, as `RNGState` commits it; None for everything else."""
+    """A trainer's random state of one rank in the form of `RNGState`; None for anything else."""
     names = item.children if isinstance(item, Container) and item.kind == "dict" else {}
     for form in _TRAINERS:
         parts: dict[Name, Item] = {form[str(name)]: child for name, child in names.items() if form.get(str(name))}
@@ -219,5 +219,5 @@ class PerRank:
 
 
 def ranks_container(rank: int, item: Item, world_size: int) -> Container:
-    """What one rank contributes to a per-rank value."""
+    """The contribution of one rank to a per-rank value."""
     return Container(RANKS, {rank: item}, {WORLD_SIZE: world_size})

@@ -65,7 +65,7 @@ class Op(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a rank is about to do: all ranks must come with the same."""
+    """A collective call; all ranks must make the same one."""
 
     op: Op
     root: int

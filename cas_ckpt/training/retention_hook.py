@@ -17,7 +17,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 
 class KeepsPolicy(Protocol):
-    """What the hook needs of a `Repository`."""
+    """Methods of a `Repository` that the hook needs."""
 
     def apply_policy(self, *, dry_run: bool = False, gc: bool = False) -> ForgetReport:
         """Forget what the policy of the repository does not keep."""

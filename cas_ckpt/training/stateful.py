@@ -1,4 +1,4 @@
-"""What has a state: the protocol, and modules and optimizers as objects that follow it by names without wrappers.
+"""Objects with a state: the protocol, and modules and optimizers as objects that follow it by names without wrappers.
 
 Names of parameters do not depend on what a module is wrapped in:
 
@@ -101,12 +101,12 @@ _HOMES = ("torch.", "lightning.", "lightning_fabric.")
 """Packages that these classes are in."""
 
 WRAPPERS = frozenset({*_IN_KEYS.values(), *_IN_MODULES.values()})
-"""What wrappers put between the dots of a name."""
+"""Components that wrappers add to names."""
 
 
 @dataclass(slots=True)
 class Survey:
-    """What is to be known about the names in a module.
+    """Facts about the names in a module.
 
     Attributes:
         params: id(parameter) -> its first name, without wrappers.
@@ -301,7 +301,7 @@ def set_versions(state: Any, stored: Mapping[str, int], keys: Collection[Any]) -
 
 
 def _names_in_keys(state: Mapping[Any, Any], names: Iterable[Any]) -> list[Any]:
-    """What the keys of a module's state call its modules.
+    """Names of modules in the keys of a module's state.
 
     Hooks of wrappers, and torch's `get_model_state_dict`, leave the names of wrappers out of the keys alone.
     """

@@ -96,7 +96,7 @@ def missing(name: str) -> UnsupportedVersionError:
 
 
 def private(name: str) -> Any:
-    """What torch has under a name of `NAMES`.
+    """The attribute of torch for a name of `NAMES`.
 
     Raises:
         UnsupportedVersionError: nothing.
@@ -186,7 +186,7 @@ def loads_by_itself(module: torch.nn.Module) -> bool:
 
 
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a class raises that cannot load without values, or without the modules in it: it is not known to take them."""
+"""Exceptions of a class that cannot load without values, or without the modules in it."""
 
 
 def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], version: int | None) -> bool:

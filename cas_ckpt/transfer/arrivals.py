@@ -140,7 +140,7 @@ def placed(filler: ChunkFiller, chunk: StoredChunk, extent: VerifiedExtent) -> b
 
 
 class Arrivals:
-    """What the threads share that read one list of units, many at once over a network.
+    """State shared by threads that read one list of units, many at once over a network.
 
     Args:
         source: A store, or one that stages what is verified.
@@ -355,7 +355,7 @@ def _seconds_a_byte(read: Callable[[Sequence[StoredChunk]], object], chunks: Seq
 
 
 class Blocks(Arrivals):
-    """What the threads share that read one list of units of a store on this computer past the page cache.
+    """State shared by threads that read one list of units of a local store past the page cache.
 
     What only was verified so, no later pass may believe to be in memory.
     """

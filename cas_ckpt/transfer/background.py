@@ -61,7 +61,7 @@ class Background:
 
     @property
     def error(self) -> BaseException | None:
-        """What the work raised the last time that it was done; None: nothing."""
+        """The exception of the last run; None if it succeeded."""
         with self._changed:
             return self._error
 

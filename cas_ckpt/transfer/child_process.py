@@ -219,7 +219,7 @@ class ChildProcess(Uncopied):
         self._send(["forget", name])
 
     def run(self, work: Any, *, answer: Answer, note: Note, pack_error: PackError) -> Any:
-        """What the child returns for `work`.
+        """Run `work` in the child; its result.
 
         Args:
             answer, note: Called in this thread, while the work goes on. What `note` raises cancels the work, and is

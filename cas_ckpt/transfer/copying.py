@@ -42,7 +42,7 @@ OWN_PACK_SHARE = 4
 MAX_COPY_THREADS = 12
 
 FIXED_BYTES = 20 * 1024 * 1024
-"""What copying takes besides: the database, what is known of the extents, and threads."""
+"""Memory of copying besides: the database, what is known of the extents, and threads."""
 
 DECODED_BYTES = 4 * 1024 * 1024
 
@@ -205,12 +205,12 @@ def copy_extents(
 
 
 def thread_bytes(target: Store) -> int:
-    """What a thread has in memory that copies into `target`: a span, a decoded chunk, and a pack that is written."""
+    """Memory of a thread that copies into `target`: a span, a decoded chunk, and a pack that is written."""
     return SPAN_BYTES + DECODED_BYTES + target.abilities.writer_bytes
 
 
 def least_bytes(target: Store) -> int:
-    """What copying into `target` takes at least."""
+    """Least memory for copying into `target`."""
     return FIXED_BYTES + target.abilities.in_flight_bytes + thread_bytes(target)
 
 

@@ -63,7 +63,7 @@ def nothing() -> None:
 
 
 Restored: TypeAlias = Store | StagedStore
-"""What both passes of a restore read from."""
+"""Source of both passes of a restore."""
 
 
 def fetch_chunks(
@@ -304,7 +304,7 @@ def round_bytes(memory_bytes: int, num_chunks: int, *, most: int) -> int:
 
 
 def least_bytes(num_entries: int, num_chunks: int) -> int:
-    """What a restore takes at least."""
+    """Least memory of a restore."""
     return FIXED_BYTES + num_entries * ENTRY_BYTES + num_chunks * CHUNK_BYTES + 2 * ENCODED_COPIES * LONGEST_BYTES
 
 

@@ -30,7 +30,7 @@ from cas_ckpt.transfer.sources import STAGED, Source, new_memory
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What one target gets of one chunk.
+    """The part of a chunk that one target receives.
 
     Attributes:
         key: The tensor, for messages.
@@ -240,7 +240,7 @@ def _opened(chunk: StoredChunk, info: ExtentInfo) -> Generator[list[Part], None,
 
 
 def cell_part(key: str, target: ArrayTarget, item_bytes: int, cell: Box, box: Box, place: Box) -> ChunkPart:
-    """What a target gets of the chunk in `cell`: the elements of `box`, which is inside of it, at `place`.
+    """The part of the chunk in `cell` for a target: the elements of `box`, which is inside of it, at `place`.
 
     Args:
         cell, box: In the coordinates of the tensor.

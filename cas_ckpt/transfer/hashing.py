@@ -63,7 +63,7 @@ class SummingSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """What is to be summed: a box of one source."""
+    """A box of one source, to be summed."""
 
     source: ArraySource
     box: Box

@@ -71,7 +71,7 @@ def pack_key(name: bytes, kind: PackKind) -> str:
 
 
 class _Stream(Protocol):
-    """What a pack writer needs of a `StreamWriter`."""
+    """The methods of a `StreamWriter` that a pack writer needs."""
 
     def write(self, data: Buffer, /) -> object: ...
     def commit(self) -> None: ...

@@ -151,7 +151,7 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the ranks were asked to do together.
+    """A collective call of the ranks.
 
     Attributes:
         verb: As people know it: commit, checkout, init, dcp.save.
@@ -282,7 +282,7 @@ def ranks_by(values: Iterable[V]) -> dict[V, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What a `PeerError` will say; each rank raises an error of its own."""
+    """Content of a `PeerError`; each rank raises its own."""
 
     message: str
     ranks: tuple[int, ...]
@@ -364,7 +364,7 @@ def check_root(root: int, size: int) -> None:
 
 
 def check_broadcast(rank: int, root: int, size: int, message: Buffer | None) -> Buffer:
-    """What this rank gives to a broadcast: its message if it is the root, which must have one."""
+    """The argument of this rank to a broadcast: its message if it is the root, which must have one."""
     check_root(root, size)
     if rank != root:
         return b""

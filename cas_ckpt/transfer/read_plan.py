@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What joins two spans; docs/decisions/011 has the measurements.
+    """Limits for joining two spans; docs/decisions/011 has the measurements.
 
     Attributes:
         gap_bytes: Bytes read in vain, at most, to save a request.
@@ -95,7 +95,7 @@ def opening_first(units: Iterable[Unit[T]]) -> list[Unit[T]]:
 
 
 def longest_bytes(units: Iterable[Unit[T]]) -> int:
-    """What the longest unit takes; 0 if there is none."""
+    """Bytes of the longest unit; 0 if there is none."""
     return max((unit.num_bytes for unit in units), default=0)
 
 

@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(slots=True)
 class Round:
-    """What one rank sends at one time.
+    """Data that one rank sends at one time.
 
     Attributes:
         parts: Receiver -> parts of the message to it.
@@ -192,7 +192,7 @@ class Stage:
 
 
 class Streams:
-    """What this rank still has to get, by reader, in the order in which it comes."""
+    """Data that this rank still has to receive, by reader, in the order of arrival."""
 
     def __init__(self, incoming: Iterable[Incoming], quota: int) -> None:
         self._quota = quota
@@ -202,7 +202,7 @@ class Streams:
                 self._waiting.setdefault(each.reader, deque()).append((each.tensor, box))
 
     def take(self, own_rank: int, messages: Sequence[Buffer]) -> list[tuple[TargetTensor, Box, memoryview]]:
-        """What these messages hold.
+        """Decode these messages.
 
         Raises:
             InternalError: not what the plan says.

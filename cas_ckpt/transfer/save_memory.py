@@ -34,7 +34,7 @@ _ENCODED_SHARE = {EncodingPolicy.RAW: 0.0, EncodingPolicy.AUTO: 0.5, EncodingPol
 
 @dataclass(frozen=True, slots=True)
 class SaveMemory:
-    """What a save may have at one time."""
+    """The memory budget of a save."""
 
     num_threads: int
     num_writers: int
@@ -61,18 +61,18 @@ def divide(
 def least_bytes(
     *, num_entries: int, num_bytes: int, policy: EncodingPolicy, abilities: Abilities, read_bytes: int = 0
 ) -> int:
-    """What a save takes at least. Arguments as for `divide`."""
+    """Least memory of a save. Arguments as for `divide`."""
     held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
     return held + thread_bytes(policy, read_bytes)
 
 
 def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_writers: int = NUM_WRITERS) -> int:
-    """What a save holds throughout, however many cells are under way. Arguments as for `divide`."""
+    """Memory that a save holds throughout, independent of cells in progress. Arguments as for `divide`."""
     known = num_entries * ENTRY_BYTES + num_bytes // BATCH_BYTES * CELL_BYTES
     return FIXED_BYTES + known + abilities.in_flight_bytes + num_writers * abilities.writer_bytes
 
 
 def thread_bytes(policy: EncodingPolicy, read_bytes: int) -> int:
-    """What each thread has: scratch, a buffer, and what came of it."""
+    """Memory of each thread: scratch, a buffer, and what came of it."""
     scratch_bytes = BATCH_BYTES * (1 if policy is EncodingPolicy.RAW else 2)
     return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE[policy])) + read_bytes

@@ -68,7 +68,7 @@ _ROUND = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """What all ranks sent one another before the first target is touched.
+    """Data that all ranks exchanged before the first target is touched.
 
     Attributes:
         quotas: By rank, see rounds.py.
@@ -226,7 +226,7 @@ def partly_written(error: CkptError) -> CkptError:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is done with one chunk at one time.
+    """The work on one chunk.
 
     Attributes:
         slots: Places in messages, each with the box whose elements go there.
@@ -238,7 +238,7 @@ class _Job:
     own: list[Box]
 
     def parts(self) -> list[ChunkPart]:
-        """What the messages and the own target get of the chunk."""
+        """Parts of the chunk for the messages and for the own target."""
         tensor, item_bytes = self.read.tensor, self.read.tensor.item_bytes
         places: list[tuple[Box, Box, ArrayTarget]] = [
             (box, box.relative_to(box), NewArray(elements(slot, box, item_bytes))) for slot, box in self.slots

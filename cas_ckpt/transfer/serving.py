@@ -42,7 +42,7 @@ class Cancelled(Exception):
 
 
 class Served:
-    """What a piece of work can do with the parent. May be used by several threads."""
+    """Interface of a piece of work to the parent. Thread-safe."""
 
     def __init__(self, connection: Connection, unpack_error: Callable[[Any], BaseException]) -> None:
         self._connection = connection
@@ -53,7 +53,7 @@ class Served:
         self._cancelled = False
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """What the parent answers, a plain value.
+        """Ask the parent; its answer is a plain value.
 
         Raises:
             Whatever it raised.
@@ -77,7 +77,7 @@ class Served:
             os._exit(0)
 
     def memory(self, name: int) -> mmap.mmap:
-        """What the parent lent as `name`; to be read only.
+        """Memory that the parent lent as `name`; read-only.
 
         Raises:
             MemoryError: this process may not map so much.

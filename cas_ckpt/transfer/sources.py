@@ -47,7 +47,7 @@ SPARE_BYTES = 1 << 30
 """So much of a disk, or a tenth of it if that is less, is left free."""
 
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
-"""What is read at one time is no more than this, whatever a store can do."""
+"""Most bytes of one read."""
 
 _MAPPED_BYTES = 1024 * 1024
 
@@ -56,7 +56,7 @@ _SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
 
 
 def limits_of(store: Store, total_bytes: int | None = None, *, memory_bytes: int = IN_FLIGHT_BYTES) -> ReadLimits:
-    """What is read together of a store where each request costs a trip; docs/decisions/011 has the measurements.
+    """Limits of reads over a network; docs/decisions/011 has the measurements.
 
     Args:
         total_bytes: What will be read, if that is known: as many requests as are of use at once get a share of it.
@@ -87,7 +87,7 @@ def new_memory(num_bytes: int) -> Array:
 
 
 class ReadLeavesOf(Protocol):
-    """What `leaf_reader` answers; as `native.read_leaves` of what is stored under `key`."""
+    """Signature of the result of `leaf_reader`; as `native.read_leaves` of what is stored under `key`."""
 
     def __call__(
         self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
@@ -96,7 +96,7 @@ class ReadLeavesOf(Protocol):
 
 
 class Source(Protocol):
-    """What a chunk can be read from: a store, or what answers in its place. See `Store` for both methods."""
+    """A source of chunks: a store, or a substitute. See `Store` for both methods."""
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer: ...
 

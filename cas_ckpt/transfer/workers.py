@@ -134,7 +134,7 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
 
 
 def map_all(work: Callable[[S], T], items: Iterable[S], *, num_threads: int) -> list[T]:
-    """What `work` returns for each item, in their order; `num_threads` of them are worked on at once.
+    """Results of `work` for each item, in order; `num_threads` items at once.
 
     Raises:
         Whatever `work` raised first.
@@ -165,7 +165,7 @@ class _Call(Generic[T]):
             self._errors.append(error)
 
     def result(self) -> T:
-        """What the call returned, or raised."""
+        """The result of the call, or its exception."""
         self._thread.join()
         if self._errors:
             raise self._errors[0]
@@ -178,7 +178,7 @@ class _Call(Generic[T]):
 
 
 def one_ahead(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-    """What `work` returns for each item, in their order; while one is used, the next is worked on by a thread.
+    """Results of `work` for each item, in order; while one is used, a thread works on the next.
 
     Raises:
         Whatever `work` raised, when it is that item's turn.
@@ -217,7 +217,7 @@ class StillRunning(Exception):
 def call_within(
     call: Callable[[], T], *, timeout_s: float, look_s: float, give_up: Callable[[], bool] = lambda: False
 ) -> T:
-    """What `call` returns or raises, unless it takes too long; what it returns later is dropped.
+    """The result or exception of `call`, unless it takes too long; a later result is dropped.
 
     For calls into libraries that do not keep the limits that they are given.
 

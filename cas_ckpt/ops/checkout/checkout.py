@@ -394,7 +394,7 @@ def _fill_shared_inline(copies: Sequence[TensorCopy], rank: int) -> None:
 # --- restore requests: what the ranks want together -----------------------------------------
 
 _INLINE, _SINGLE, _NODE = range(3)
-"""What the id of a row is: of the bytes themselves, of the only chunk, of the tensor node."""
+"""Kind of the id in a row: of the bytes themselves, of the only chunk, of the tensor node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ class _Row:
 
 
 def describe(copies: Sequence[TensorCopy]) -> bytes:
-    """What this rank wants, in one form whatever the order of `copies`."""
+    """Encode what this rank wants, independent of the order of `copies`."""
     names: dict[Placement, int] = {}
     name_of: dict[int, int] = {}
     rows = []
@@ -440,7 +440,7 @@ def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
 def merge_requests(
     descriptions: Sequence[tuple[bytes, Sequence[int]]],
 ) -> tuple[list[RestoreRequest], list[StoredTensor]]:
-    """What the ranks of all descriptions want, by key, and the tensors that it is wanted of; the same on every rank.
+    """The requests of all ranks by key, and the tensors that they are for; the same on every rank.
 
     Only of tensors that are stored in chunks: every rank has the others already.
 

@@ -178,7 +178,7 @@ def _cost(report: PlanReport) -> tuple[float, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked about, and what the answers depend on besides the plan."""
+    """The subject of a question, and the inputs of its answer besides the plan."""
 
     commit: Digest
     root: Digest
@@ -312,7 +312,7 @@ def _chunked(tree: Container) -> Iterator[PlannedTensor]:
 def requests_for(
     tensors: Iterable[PlannedTensor], target: TargetLayout
 ) -> tuple[list[RestoreRequest], list[tuple[Split, ...]]]:
-    """What the ranks of `target` want of each tensor that any of them wants, and the placements that say so.
+    """Requests of the ranks of `target` for each tensor that any of them wants, and their placements.
 
     A rule for a tensor that every rank has whole counts; values of single ranks have no placements.
     """
@@ -356,14 +356,14 @@ def shapes_of(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[Plan
 
 
 def plan_row(root: bytes, target: bytes, wants: bytes, report: PlanReport) -> PlanRow:
-    """What the index keeps of a report on the whole."""
+    """The row of a report in the index."""
     counts = {name: getattr(report.summary, name) for name in _COUNTS}
     made_us = int(clock.now_s() * 1e6)
     return PlanRow(root, target, wants, PLANNER_VERSION, report.mesh, report.rules, **counts, made_us=made_us)
 
 
 def shape_rows(report: PlanReport) -> list[ShapeRow]:
-    """What the index keeps of its shapes."""
+    """The rows of its shapes in the index."""
     return [ShapeRow(**{each.name: getattr(shape, each.name) for each in fields(shape)}) for shape in report.shapes]
 
 

@@ -20,7 +20,7 @@ from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.transfer.fetch import read_region
 
 Index: TypeAlias = int | slice | EllipsisType
-"""What selects one dimension of a region, as in NumPy: an integer, a slice, or `...`."""
+"""Index of one dimension of a region, as in NumPy: an integer, a slice, or `...`."""
 
 Region: TypeAlias = Index | tuple[Index, ...]
 """A region of a tensor, written as NumPy's basic index: np.s_[5:9, 100:164]."""
@@ -28,7 +28,7 @@ Region: TypeAlias = Index | tuple[Index, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a region selects: a box of the tensor, and the shape in which it is given back.
+    """The selection of a region: a box of the tensor, and the shape in which it is given back.
 
     Attributes:
         shape: The sizes of the box, without the dimensions that an integer chose.

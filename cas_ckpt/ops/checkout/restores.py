@@ -104,7 +104,7 @@ def list_restores(
 
 @dataclass(slots=True)
 class RestoreNote:
-    """What is known of a restore while it runs.
+    """The state of a restore while it runs.
 
     Attributes:
         complete: All of the state is wanted.
@@ -150,7 +150,7 @@ class RestoreNote:
         self.left_alone = not nodes <= wanted
 
     def wants(self, world_size: int) -> Digest | None:
-        """What names which ranks want what; None if it failed before that was known."""
+        """Digest of which ranks want what; None if it failed before that was known."""
         if self.plan is not None:
             pairs = zip(self.stored, self.plan.requests, strict=True)
             wanted = [(tensor.node, request.shards) for tensor, request in pairs if tensor.node is not None]

@@ -63,7 +63,7 @@ _SEED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know of the commit that they begin.
+    """The facts on which all ranks agree before a commit.
 
     Attributes:
         generation: gc generation of every rank's index, or None: they differ, begin anew.
@@ -134,7 +134,7 @@ def agree(
 
 
 def _call(request: CommitRequest, fields: CommitFields) -> Call:
-    """What of the request must be the same everywhere; the author is rank 0's, threads are each rank's own."""
+    """The part of the request that must be equal on all ranks; the author is rank 0's, threads are each rank's own."""
     frozen = request.frozen
     arguments = {
         "branch": request.branch,
@@ -300,7 +300,7 @@ def prove_one_store(handle: RepositoryHandle, handles: Sequence[tuple[bytes, byt
 
 
 def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack]]) -> PeerError | None:
-    """What must not be published: packs that a rank has written and that are not here, whole. One request a pack."""
+    """Packs of any rank that are not here, whole: the commit must not be published then. One request a pack."""
     written = [(rank, pack) for rank, each in enumerate(packs) for pack in each]
     faults: dict[int, str] = {}
 

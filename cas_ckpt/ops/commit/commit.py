@@ -191,7 +191,7 @@ def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry, request
 
 
 def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers: Peers) -> bytes:
-    """What the other ranks are sent of a commit that is made; the index has it now."""
+    """Add the commit to the index; the message about it for the other ranks."""
     commit = published.commit
     try:
         with python_gc_paused():

@@ -1,4 +1,4 @@
-"""What a process declared frozen: hashed once, afterwards every byte is compared by checksums.
+"""Frozen tensors of a process: hashed once, afterwards every byte is compared by checksums.
 
 Invariant: a frozen tensor keeps its chunk ids only if the checksums of all its bytes (transfer/hashing.py) are those
 taken just before it was hashed; a random sample of its chunks is hashed all the same. `frozen_check="version"`
@@ -64,11 +64,11 @@ class _Seen:
 
 
 Hashed: TypeAlias = Mapping[str, _Seen | TensorEntry]
-"""What `FrozenMemory.check` found: key -> the tensor as this process hashed it."""
+"""Result of `FrozenMemory.check`: key -> the tensor as this process hashed it."""
 
 
 class FrozenMemory:
-    """What one process knows of the tensors that it declared frozen. One per open repository.
+    """Hashes and checksums of the tensors that a process declared frozen. One per open repository.
 
     Attributes:
         num_changes: How often a commit that was made has changed it.
@@ -83,7 +83,7 @@ class FrozenMemory:
         self._relied_on: set[str] = set()
 
     def now(self, pending: Sequence[KeyPatterns] = ()) -> FrozenMemory:
-        """What is known at this moment, for one commit that is made later; what it hashes, this one remembers.
+        """A snapshot for a commit that is made later; what that hashes is remembered here.
 
         Args:
             pending: What each commit that is made before that one declares frozen: `remember` will forget the rest.

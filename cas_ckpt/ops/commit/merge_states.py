@@ -171,7 +171,7 @@ def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
 
 
 def unpack_description(placements: bytes, rows: bytes) -> list[Described]:
-    """What `pack_description` packed, on another rank of this job."""
+    """Inverse of `pack_description`, on another rank of this job."""
     table = [unpack_placement(packed) for packed in msgpack.unpackb(placements)]
     found = msgpack.unpackb(rows, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
     return [_entry(row, table) for row in found]

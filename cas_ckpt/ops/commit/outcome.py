@@ -1,4 +1,4 @@
-"""What rank 0 tells all ranks once it has gathered from them: to go on, to raise an error, that the commit is made.
+"""The message of rank 0 to all ranks after a gather: continue, raise an error, or the commit is made.
 
 Every `gather` of a commit is followed by one such message, so a rank that has given what rank 0 gathers can hear what
 came of it though it does nothing more itself (process/worker.py: its worker died).
@@ -19,7 +19,7 @@ from cas_ckpt.transfer.peers import Peers
 
 
 class Outcome(IntEnum):
-    """What rank 0 reports to the others."""
+    """The report of rank 0 to the others."""
 
     COMMITTED = 0
     BEGIN_ANEW = 1
@@ -50,7 +50,7 @@ def made_message(digest: Digest, data: bytes, branch: str) -> bytes:
 
 
 def read_outcome(message: bytes) -> Outcome | Made | PeerError:
-    """What a message says: the commit that is made, the error that all ranks raise, or BEGIN_ANEW or GO_ON.
+    """Decode a message: the commit that is made, the error that all ranks raise, or BEGIN_ANEW or GO_ON.
 
     Raises:
         CorruptionError: it says nothing of that kind.
@@ -68,7 +68,7 @@ def read_outcome(message: bytes) -> Outcome | Made | PeerError:
 
 
 def broadcast_outcome(peers: Peers, message: bytes | None) -> bytes:
-    """What rank 0 tells: its own `message` there, None on the others. Collective.
+    """Broadcast `message` of rank 0; None on the others. Returns the message. Collective.
 
     Raises:
         PeerError: not all have heard it; says so if the commit is made.

@@ -261,7 +261,7 @@ _row = attrgetter(*(each.name for each in fields(ExtentInfo)))
 
 
 def unpack_contribution(data: bytes) -> Contribution:
-    """What `Contribution.pack` packed, on another rank of this job."""
+    """Inverse of `Contribution.pack`, on another rank of this job."""
     places, ids, packs, own, counts, (aliases, orders, versions) = msgpack.unpackb(data, unicode_errors="surrogatepass")
     pairs = np.frombuffer(places, np.uint64).reshape(-1, 2).tolist()
     digests = [Digest(ids[start : start + DIGEST_BYTES]) for start in range(0, len(ids), DIGEST_BYTES)]
@@ -282,7 +282,7 @@ def unpack_contribution(data: bytes) -> Contribution:
 
 
 class PerRankValues:
-    """What one rank keeps for itself of a state: its children of the "ranks" containers.
+    """The per-rank values of one rank: its children of the "ranks" containers.
 
     Each rank makes the nodes of its own children, as a tree of one child; rank 0 puts the trees
     together. Invariant: a child's node is the one that it would have anywhere else in a state.

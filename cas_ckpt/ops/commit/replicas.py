@@ -30,7 +30,7 @@ MOST_TOLD = 100
 """Regions that are named, at most, when replicas differ."""
 
 TOLD_BYTES = 16
-"""What a rank tells of all that it holds of a shard."""
+"""Sums that a rank sends about all that it holds of a shard."""
 
 Checksums: TypeAlias = Callable[[Sequence[tuple[int, Box]]], Sequence[bytes]]
 """The checksum of each (tensor number, region) on this rank."""
@@ -70,7 +70,7 @@ def compare_replicas(
     share: float,
     seed: bytes,
 ) -> list[Divergence]:
-    """What differs between ranks; the same answer on every rank.
+    """Differences between replicas; the same answer on every rank.
 
     Args:
         held: All tensors, alike on every rank; `sources` are this rank's.
@@ -138,7 +138,7 @@ def _comparisons(held: Sequence[Held]) -> Iterator[_Comparison]:
 
 
 def _overlaps(held: Held, whole: int | None) -> Iterator[tuple[tuple[Box, ...], tuple[int, ...]]]:
-    """What two shards have in common, neither of which is the whole tensor, and the ranks of both."""
+    """Intersections of two shards, neither of which is the whole tensor, and the ranks of both."""
     pairs = {
         (one.shard, other.shard)
         for found in touches(held.grid, held.shards)

@@ -1,4 +1,4 @@
-"""What a commit is asked to say and where it goes: the request, its checks, and what it names, resolved.
+"""The request of a commit: its fields, its branch, their checks, and revisions resolved to ids.
 
     1. `checked_fields`, on every rank: what can be stored, encoded
     2. `settle_ancestry`, on the rank that publishes: revisions become ids, provenance is captured; before it
@@ -55,14 +55,14 @@ GIT_TIMEOUT_S = 10
 
 
 class OnConflict(StrEnum):
-    """What a commit does when its branch has moved since the call began."""
+    """Behaviour of a commit when its branch has moved since the call began."""
 
     RETRY = "retry"
     RAISE = "raise"
 
 
 class OnDivergence(StrEnum):
-    """What a commit does with replicas that differ."""
+    """Behaviour of a commit with replicas that differ."""
 
     RAISE = "raise"
     WARN = "warn"
@@ -90,7 +90,7 @@ _CHOICES: Mapping[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True)
 class CommitRequest:
-    """What a commit is to say and how it is to be made.
+    """The fields of a commit, and how it is made.
 
     Attributes:
         branch: Name of the branch; None: where `head` says, or the default branch.
@@ -360,7 +360,7 @@ def with_declared_head(handle: RepositoryHandle, request: CommitRequest, fields:
 
 
 def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Ancestry:
-    """What `request` says, with ids in place of revisions.
+    """`request` with ids in place of revisions.
 
     Raises:
         NotFoundError: a revision that is not there (a whole id may be that of another repository's commit, as

@@ -46,7 +46,7 @@ BYTES_PER_THREAD = 96 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the save step leaves on one rank.
+    """Result of the save step on one rank.
 
     Attributes:
         draft: The state of all ranks; on rank 0 every cell of it has its id.
@@ -114,7 +114,7 @@ def measure(state: Container) -> StateSize:
 def room_for(
     handle: RepositoryHandle, request: CommitRequest, size: StateSize, *, num_threads: int, num_ranks: int = 1
 ) -> SaveMemory:
-    """What the save step may have in memory; with the threads that fit, of those that are wanted.
+    """Memory budget of the save step, and the number of threads that fit into it.
 
     Args:
         num_ranks: Ranks on this machine that commit together.
@@ -127,7 +127,7 @@ def room_for(
 
 
 def held_bytes_of(handle: RepositoryHandle, size: StateSize) -> int:
-    """What the save step holds in memory throughout, beside cells that are under way."""
+    """Memory that the save step holds throughout, besides cells in progress."""
     return held_bytes(num_entries=size.num_entries, num_bytes=size.num_bytes, abilities=handle.store.abilities)
 
 

@@ -172,7 +172,7 @@ class StraddlingSaver:
     # --- 2: hashing -----------------------------------------------------------------------
 
     def _hashes(self, batch: _Batch, received: Sequence[_Cursor], buffers: Buffers) -> Iterator[_Job]:
-        """What is to be called so that this rank's leaves are copied and hashed."""
+        """Functions that copy and hash this rank's leaves."""
         at = 0
         for cell in batch.cells:
             runs = list(self._runs(cell))
@@ -248,7 +248,7 @@ class StraddlingSaver:
         self, batch: _Batch, received: Sequence[_Cursor], sink: ChunkSink, policy: codec.EncodingPolicy,
         buffers: Buffers,
     ) -> Iterator[_Job]:  # fmt: skip
-        """What is to be called so that new leaves are written and all buffers given back."""
+        """Functions that write new leaves and release all buffers."""
 
         def write(buffer: Array, runs: Sequence[tuple[_Cell, _Run, bytes]]) -> None:
             sink.put(*[self._encoded(*run, policy) for run in runs])

@@ -1,4 +1,4 @@
-"""What would be collected if a ref were deleted, or if commits were forgotten.
+"""Preview of what a collection would free if a ref were deleted, or commits were forgotten.
 
 Invariant: only asked, never changed. It is the difference of what is dead afterwards and what is dead already, as
 garbage collection would see both: other refs and their logs keep what they lead to, and a ref that names a commit
@@ -26,7 +26,7 @@ from cas_ckpt.ops.gc.plan import GcOptions
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Freed(Brief):
-    """What would be collected.
+    """Objects and bytes that a collection would free.
 
     Attributes:
         commits: Ids of the commits whose data nothing would keep.
@@ -45,7 +45,7 @@ class Freed(Brief):
 
 
 def unique_to(handle: RepositoryHandle, name: str, *, with_remotes: bool = False) -> Freed:
-    """What only the branch, tag or pin `name` leads to, its log included.
+    """Objects that only the branch, tag or pin `name` leads to, its log included.
 
     Args:
         with_remotes: What other remote-tracking branches lead to is not its own. Else these hold nothing, or a branch
@@ -71,7 +71,7 @@ def _named(refs: Sequence[Ref], name: str) -> Ref:
 
 
 def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:
-    """What forgetting these commits would free at the next collection.
+    """Objects that the next collection would free if these commits were forgotten.
 
     Raises:
         NotFoundError: no such revision. InvalidInputError: none was given.
@@ -103,7 +103,7 @@ def stored_bytes_freed(
 
 
 def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequence[Ref]) -> tuple[LiveSets, LiveSets]:
-    """What lives now, and what would live if `commits` were forgotten."""
+    """Live objects now, and if `commits` were forgotten."""
     expired_us = int((clock.now_s() - GcOptions().reflog_expire_s) * 1e6)
     forgotten = readable_forgotten(handle.store)
     return (

@@ -249,7 +249,7 @@ class Collection:
             raise
 
     def _without_what_tiers_lack(self, refs: Sequence[Ref], expired_us: int) -> LiveSets:
-        """What must stay; forgotten commits, too, that a tier is to have and lacks: their last copy would go.
+        """The live sets, plus forgotten commits that a tier is to have and lacks: their last copy would go.
 
         `forget` asked the tiers when it wrote down what it gave up, which may be long ago.
         """
@@ -275,7 +275,7 @@ class Collection:
 
     @contextmanager
     def _liveness(self, sets: LiveSets) -> Iterator[Living]:
-        """What the index says of `sets`.
+        """Liveness of `sets` by the index.
 
         Chunks that a remote promised may be absent: nothing follows from one, as it refers to nothing.
 

@@ -1,4 +1,4 @@
-"""What a garbage collection is to do and what it did: its options, its plan and its report. Pure.
+"""Options, plan and report of a garbage collection. Pure.
 
     dead      nothing in it is needed: deleted
     sparse    so much of it is waste that what is needed is copied elsewhere first
@@ -35,7 +35,7 @@ SMALL_META_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class GcOptions:
-    """What a collection may do.
+    """Options of a collection.
 
     Attributes:
         min_age_s: Packs that no published commit ever used are spared while the index has known
@@ -73,7 +73,7 @@ class PackChoice:
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What a collection is going to do.
+    """The plan of a collection.
 
     Attributes:
         dead: Packs of which nothing is needed.
@@ -217,7 +217,7 @@ def _affordable(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GcReport(Brief):
-    """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
+    """Result of a collection, or of its dry run. Bytes are those of whole packs.
 
     Attributes:
         generation: Generation of gc/state afterwards.

@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 @dataclass(slots=True)
 class Copies:
-    """What was copied.
+    """Result of copying.
 
     Attributes:
         packs: Packs of which everything that is needed is stored elsewhere now.

@@ -45,7 +45,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """What to fetch.
+    """Options of a fetch.
 
     Attributes:
         remote: A name; for `pull` a URL or a path too; None: origin.
@@ -238,7 +238,7 @@ def pull(
 
 
 def _standing(handle: RepositoryHandle, source: RepositoryHandle, ours: Digest | None, theirs: Digest) -> Moved:
-    """What a pull does to the branch at `ours`; REBASED: each side has commits that the other has not."""
+    """The effect of a pull on the branch at `ours`; REBASED: each side has commits that the other has not."""
     if ours is None or ours == theirs:
         return Moved.NEW if ours is None else Moved.SAME
     if ours in graph_of_both(source, handle, [theirs]).reached([theirs]):

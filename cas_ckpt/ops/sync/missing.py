@@ -1,4 +1,4 @@
-"""What another repository lacks of some commits: a Merkle walk from their roots down, which ends where both are equal.
+"""Objects that another repository lacks: a Merkle walk from the roots of commits down, ending where both are equal.
 
     1. `plan_commits`: which commits travel, which of them with their data, and what they can be compared with; pure
     2. `Walk`: the trees of those are gone through level by level, beside the trees of commits that the other side has
@@ -161,7 +161,7 @@ class Walk:
         self._expected = {*plan.commits, *plan.kept}
 
     def batches(self) -> Iterator[Batch]:
-        """What is missing. Each batch has to be copied, and be known at the target, before the next one is asked for.
+        """Batches of missing objects. Each has to be copied, and known at the target, before the next one is requested.
 
         Commits come last, in the last one if they are few: one that is stored, with another that follows it, counts as
         published.
@@ -277,7 +277,7 @@ class Walk:
         return below
 
     def _children(self, kind: ObjectKind, digest: Digest, data: bytes) -> Collection[Digest]:
-        """What a node names, without chunks that are not to travel."""
+        """Children of a node, without chunks that are not sent."""
         children = node_children(kind, data)
         if not self._keys or kind == ObjectKind.LAYOUT:
             return children
@@ -336,7 +336,7 @@ class Walk:
         return roots
 
     def _children_of(self, digests: Collection[Digest]) -> set[Digest]:
-        """What these objects name, which are whole at the target; without those that the near side has not."""
+        """Children of these objects, which are whole at the target; without those that the near side lacks."""
         located = self._near.index.read(contents.locate, list(digests)) if digests else {}
         by_kind: dict[ObjectKind, list[Digest]] = {}
         for digest, places in located.items():

@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """What to push.
+    """Options of a push.
 
     Attributes:
         remote: A name, a URL, or a path; None: origin.
@@ -89,7 +89,7 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
 
 
 def updates_of(handle: RepositoryHandle, request: PushRequest, usual: Sequence[str] = ()) -> list[RefUpdate]:
-    """What `request` wants of refs of the other side; `usual`: patterns of branches that are meant if it is silent."""
+    """Updates of the remote's refs that `request` asks for; `usual`: patterns of branches if it names none."""
     found: dict[str, RefUpdate] = {}
     for update in _each_update(handle, request, usual):
         known = found.setdefault(update.key, update)

@@ -341,7 +341,7 @@ _REFSPEC = re.compile(r"(?P<force>\+?)(?P<source>[^:+]*)(?P<colon>:?)(?P<target>
 
 @dataclass(frozen=True, slots=True)
 class Refspec:
-    """What people wrote: a ref or revision of this side, and the ref at the other side.
+    """A parsed refspec: a ref or revision of this side, and the ref at the other side.
 
     Attributes:
         source: Empty: the other side's ref is to be deleted.

@@ -57,7 +57,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 
 class Moved(StrEnum):
-    """What became of a ref, or would become of it."""
+    """Outcome of a ref update, or of its dry run."""
 
     NEW = "new"
     FORWARD = "fast-forward"
@@ -70,7 +70,7 @@ class Moved(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RefUpdate:
-    """What a ref at the target is to name.
+    """An update of a ref at the target.
 
     Attributes:
         target: The commit; None: the ref is to be deleted.
@@ -135,7 +135,7 @@ class MovedRef:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SyncReport(Brief):
-    """What was copied, and which refs moved. With `dry_run`: what would be.
+    """Copied bytes and moved refs, or (`dry_run`) those that would be.
 
     Attributes:
         url: The other repository.
@@ -313,7 +313,7 @@ class _Sending:
     # --- refs ---------------------------------------------------------------------------------
 
     def _judge(self, update: RefUpdate, ref: Ref | None, graph: Graph) -> Moved:
-        """What moving `update` means, given the ref as it is now; noted for the report.
+        """Classify `update`, given the ref as it is now, and add it to the report.
 
         Raises:
             ConflictError: it may not be moved. NotFoundError: it is to be deleted, and is not there.

@@ -1,4 +1,4 @@
-"""What a call of `commit_async` does, and what becomes of it in the background.
+"""Calls of `commit_async`, and their commits in the background.
 
     1. `admit`: wait for the turn of the call; a failure that nobody has heard of is raised here.
     2. Capture the state and settle the request: nothing of them is looked at later that the caller may change.
@@ -105,7 +105,7 @@ class AsyncOptions:
 
 
 class InFlight(Protocol):
-    """What others do to the repository in the background, before a commit of it begins: a save of `dcp.async_save`."""
+    """Work of others on the repository in the background that a commit waits for: a save of `dcp.async_save`."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it has ended, however; whether it has. At once where to wait would be for oneself."""
@@ -213,12 +213,12 @@ class BackgroundCommits:
             snapshot.stage_from_back(num_threads=num_threads)
 
     def _declared_by_pending(self) -> list[KeyPatterns]:
-        """What each commit in flight declares frozen."""
+        """Declarations of frozen tensors of each commit in flight."""
         self._declared = {each: patterns for each, patterns in self._declared.items() if not each.done()}
         return list(self._declared.values())
 
     def _budget(self, pool: StagingPool, snapshot: Snapshot, options: AsyncOptions) -> int:
-        """What may be held of `pool`."""
+        """Bytes of `pool` that may be used."""
         if options.staging_bytes is not None:
             return options.staging_bytes - sum(each.held_bytes for each in self._former)
         budget = pool.held_bytes

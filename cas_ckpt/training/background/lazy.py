@@ -29,7 +29,7 @@ from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
 from cas_ckpt.transfer.background import Background
 
 PORTION_BYTES = 32 << 20
-"""What is staged at a time: so often a change, a cancelled commit or one that failed is noticed."""
+"""Bytes staged at a time: after each, changes, cancellation and failure are checked."""
 
 
 def stage_later(

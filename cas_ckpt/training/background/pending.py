@@ -134,7 +134,7 @@ class PendingCommit(Uncopied):
         return made
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """What it failed of, once it has ended; None: nothing, or it was cancelled.
+        """Its exception, once it has ended; None if it succeeded or was cancelled.
 
         Raises:
             As `result`, but for what it failed of.
@@ -233,7 +233,7 @@ class PendingCommit(Uncopied):
             _LOGGER.exception("a callback of %s raised", self.what)
 
     def take_failure(self) -> BaseException | None:
-        """What it failed of, if it has and nobody has heard of that yet: the caller raises it."""
+        """Its exception if it failed and that was not reported yet: the caller raises it."""
         with self._changed:
             if self._error is None or self.told:
                 return None

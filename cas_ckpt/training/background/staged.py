@@ -93,7 +93,7 @@ class StagedTensor:
         self.room = sum(aligned(box.num_elements * self.item_bytes) for box in boxes)
 
     def leaf_hasher(self) -> LeafHasher | None:
-        """What was hashed before it was staged."""
+        """The hasher of cells that were hashed before they were staged."""
         return _RECORDED if self.digests else None
 
     @property
@@ -133,7 +133,7 @@ class StagedTensor:
         return elements_of(zip(self.boxes, arrays, strict=True), box, self.item_bytes)
 
     def saved(self) -> None:
-        """What was read from live memory is not read again."""
+        """Cells that were read from live memory, which are not read again."""
         error = self._snapshot.error
         if error is not None:
             raise error
@@ -144,7 +144,7 @@ class StagedTensor:
         self._snapshot.note_saved(self)
 
     def plan(self, arena: Arena | None, number: int) -> tuple[list[Copy], Places]:
-        """What has to be copied to stage it, and where that is then: in `arena`, or in memory of its own."""
+        """Plan the copies that stage it, and their place: in `arena`, or in memory of its own."""
         live, copies, places = self._live, list[Copy](), list[tuple[int, int]]()
         if live is None:
             return copies, ()

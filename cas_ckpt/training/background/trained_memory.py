@@ -1,4 +1,4 @@
-"""What of a state only the step of an optimizer changes, so that it may be copied after the call.
+"""Memory that only the step of an optimizer changes, so that it may be copied after the call.
 
     - parameters of the modules in the state, and tensors in the state of its optimizers
     - not the memory of buffers (a forward changes them), nor parameters of layers that a forward rescales

@@ -97,7 +97,7 @@ class Sharded:
         return versions if len(versions) == len(counted) else None
 
     def elements(self) -> ShardElements:
-        """What this rank holds, as a source and as a target: boxes are global, and lie inside one piece."""
+        """The elements of this rank, as a source and as a target: boxes are global, and lie inside one piece."""
         return ShardElements(self.pieces, tuple(map(elements_of, self.locals)), self.spec.item_bytes, self.owner)
 
     def item(self) -> TensorItem:
@@ -171,7 +171,7 @@ def _locate(pieces: Iterable[Piece], box: Box) -> tuple[Piece, Box]:
 
 
 def sharded(tensor: torch.Tensor, path: Path, check: Check) -> Sharded:
-    """What `tensor`, for which `is_sharded` holds, says of itself and of its division.
+    """Spec and division of `tensor`, for which `is_sharded` holds.
 
     Raises:
         UnsupportedValueError: partial or unknown placements, a local tensor that is not what the
@@ -245,7 +245,7 @@ def _world_rank() -> int:
 
 _Known: TypeAlias = dict[tuple[Any, ...], MeshPlacement]
 _meshes: weakref.WeakKeyDictionary[Any, dict[int, tuple[Mesh, _Known]]] = weakref.WeakKeyDictionary()
-"""What was made of torch's meshes, by this process's rank: one object for all tensors that are divided alike.
+"""Meshes by torch's meshes and this process's rank: one object for all tensors that are divided alike.
 
 Since torch 2.10 the groups that a mesh is cut into are one mesh (`mesh["tp"]` of all ranks are equal), and what its
 `mesh` says depends on the rank that asks.

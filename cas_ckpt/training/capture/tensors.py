@@ -264,7 +264,7 @@ class CopiedTensor:
 
     @property
     def is_private(self) -> bool:
-        """What is read is a copy already."""
+        """True: what is read is a copy."""
         return True
 
     def _part(self, box: Box) -> torch.Tensor:
@@ -373,7 +373,7 @@ def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
 
 
 def memory_of(tensor: torch.Tensor) -> Region:
-    """What memory the tensor is, equal for tied tensors; of those without elements, for equal views of one storage.
+    """Identity of the tensor's memory, equal for tied tensors; without elements, for equal views of one storage.
 
     Holds the storage weakly: a region never equals one of a later storage at the same address.
     """
@@ -407,7 +407,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def simple_item(tensor: torch.Tensor) -> TensorItem | None:
-    """What `supported` and `tensor_item` make of a tensor of `PLAIN_TENSORS`, in half of the time; None: ask these.
+    """As `supported` and `tensor_item`, for tensors of `PLAIN_TENSORS`, in half of the time; None: call these.
 
     For tensors in one piece on the host, with elements that are what their bits say: nearly all. Each question to torch
     is asked once, for thousands of tensors are asked at a call of `commit_async`.
@@ -557,7 +557,7 @@ def elements_spec(array: Array, *, key: str) -> Spec:
 
 
 def region_of_array(array: Array) -> tuple[Any, ...] | None:
-    """What memory the array is, equal for the same elements; None if there are none."""
+    """Identity of the array's memory, equal for the same elements; None if there are none."""
     if not array.size:
         return None
     return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)

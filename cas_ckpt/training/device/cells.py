@@ -31,7 +31,7 @@ CHUNK_BYTES = 1024
 """A chunk of BLAKE3."""
 
 VECTOR_BYTES = 16
-"""What one thread loads at once, if everything is aligned to it."""
+"""Bytes that one thread loads at once, if everything is aligned to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class CellRequest:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one launch has in common.
+    """Parameters of one launch.
 
     Attributes:
         chunks_per_leaf: Chunks of BLAKE3 in the longest leaf.

@@ -37,7 +37,7 @@ _streams = _Streams()
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """What is queued inside runs on this thread's own stream of `device`, and is over at the end, whatever happens.
+    """Run the block on this thread's own stream of `device`, and wait for it at the end, also after an error.
 
     On other devices than CUDA it runs as it always does.
     """

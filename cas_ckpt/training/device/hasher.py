@@ -30,7 +30,7 @@ SCRATCH_BYTES = 256 << 20
 """Cells that are gathered before they are hashed, at most so many bytes at a time."""
 
 LAUNCH_BYTES = 4 << 30
-"""What is hashed by one launch, at most: chaining values take a 32nd of it on the device."""
+"""Most bytes hashed by one launch: chaining values take a 32nd of it on the device."""
 
 LANES = 128
 """Chunks a program on a GPU hashes: one each thread of four warps."""

@@ -138,7 +138,7 @@ _lock = threading.RLock()
 
 
 def hasher_of(device: torch.device) -> DeviceHasher | None:
-    """What hashes tensors on `device`; None: only the host does."""
+    """The hasher of tensors on `device`; None if only the host hashes."""
     try:
         return _hashers[device]
     except KeyError:

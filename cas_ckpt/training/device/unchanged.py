@@ -1,4 +1,4 @@
-"""What of a state on a device need not be staged: cells whose chunks the last background commit has stored.
+"""Cells on a device that need not be staged: cells whose chunks the last background commit has stored.
 
     1. Every cell of the tensors on devices is hashed there, at the call (trust.py).
     2. Cells whose chunk is one of those that the last commit of this kind stored are left out; the others are staged.
