@@ -53,8 +53,8 @@ from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.restore.draft import warn_of_overlaps
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
-from cas_ckpt.training.restore.overlaps import warn_of_overlaps
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.training.restore import large_pages
-from cas_ckpt.training.restore.large_pages import WORTH_BYTES, ask_for_large_pages
+from cas_ckpt.training.restore import materialize
+from cas_ckpt.training.restore.materialize import WORTH_BYTES, ask_for_large_pages
 
 THERE = sys.platform == "linux" and Path("/sys/kernel/mm/transparent_hugepage").exists()
 
@@ -50,7 +50,7 @@ def test_only_whole_pages_of_the_tensor_itself_are_asked_for() -> None:
 
 def test_without_the_call_of_the_system_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    large_pages._madvise.cache_clear()
+    materialize._madvise.cache_clear()
     ask_for_large_pages(tensor := torch.empty(WORTH_BYTES, dtype=torch.uint8))
-    assert large_pages._madvise() is None and tensor.fill_(1).sum() == WORTH_BYTES
-    large_pages._madvise.cache_clear()
+    assert materialize._madvise() is None and tensor.fill_(1).sum() == WORTH_BYTES
+    materialize._madvise.cache_clear()

@@ -10,12 +10,11 @@
 Files:
 
     restore.py       `plan_restore`: the walk, its two rules, and Stateful objects
-    draft.py         `RestoreDraft`: tensors and arrays matched one by one; copies, loads, mismatches
+    draft.py         `RestoreDraft`: tensors and arrays matched one by one; copies, loads, mismatches; what a
+                     commit warns of, since a checkout into the same state will refuse it
     optimizers.py    which stored state belongs to which parameter of a live optimizer
     materialize.py   new objects for stored ones
-    large_pages.py   what makes the memory of new tensors quick to touch
     memory.py        which targets overlap in memory, and which may not be written
-    overlaps.py      what a commit warns of, since a checkout into the same state will refuse it
 
 Invariant: nothing is touched before everything agrees. Must not know where bytes are stored.
 """

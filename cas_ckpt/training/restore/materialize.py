@@ -10,9 +10,11 @@ where bytes are stored, nor live objects.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -52,7 +54,6 @@ from cas_ckpt.training.capture.tensors import (
     wait_for_devices,
 )
 from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
-from cas_ckpt.training.restore.large_pages import ask_for_large_pages
 from cas_ckpt.training.stateful import set_versions
 
 NO_LAYOUT = LayoutObject()
@@ -265,3 +266,34 @@ def container_builder(item: Container, children: Mapping[Name, Builder], path: P
     ordered = [children[name] for name in sorted(children)]
     made = list if kind == "list" else tuple
     return lambda: made(build() for build in ordered)
+
+
+# --- large pages -----------------------------------------------------------------------------
+# To give memory that was never touched takes long, page by page: docs/decisions/004-two-passes.md. NumPy asks by itself
+# for its arrays. A hint: where it is not followed nothing changes but the time.
+
+WORTH_BYTES = 1 << 20
+"""Shorter tensors are left alone; from here on most are mapped by themselves, and the kernel joins neighbours."""
+
+
+def ask_for_large_pages(tensor: torch.Tensor) -> None:
+    """Say that the memory of `tensor`, which is dense and not touched yet, may be of large pages."""
+    num_bytes = tensor.nbytes
+    if num_bytes < WORTH_BYTES or tensor.device.type != "cpu":
+        return
+    if (advise := _madvise()) is not None:
+        # Whole pages that are the tensor's alone.
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (tensor.data_ptr() + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _madvise() -> Any:
+    """The call of the system; None where it is not there."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        return ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None

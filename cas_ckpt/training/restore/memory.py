@@ -1,8 +1,8 @@
 """Where targets lie in memory: which of them overlap, and which may not be written.
 
     1. Targets are sorted by address; only runs of overlapping address ranges are looked into.
-    2. Dense targets overlap if their ranges do. Strided ones of one period are sorted by their place in
-       the period, so that the columns of a matrix cost no more than as many rows.
+    2. Dense targets overlap if their ranges do. Strided ones of one period do not if their places in the period are
+       apart, as the columns of a matrix are.
     3. Whatever is left is decided exactly, pair by pair, by `numpy.shares_memory`.
 
 Invariant: no memory is read or written; two targets that share a byte are always found. Must not
@@ -12,8 +12,7 @@ know keys or commits.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -187,62 +186,19 @@ def undecided(memories: Sequence[Memory], distinct: Sequence[int]) -> Iterator[P
     Args:
         distinct: Positions of those to be looked at, sorted by address.
     """
-    by_step: dict[int, list[int]] = defaultdict(list)
-    for at in distinct:
-        by_step[_outer_step(memories[at])].append(at)
-    for step, members in by_step.items():
-        if step:
-            yield from _in_period(memories, members, step)
-    if len(by_step) > 1:
-        yield from _meeting(memories, distinct, [_outer_step(memories[at]) for at in distinct])
-
-
-def _outer_step(memory: Memory) -> int:
-    return 0 if memory.layout.is_dense else memory.layout.dims[0][0]
-
-
-def _in_period(memories: Sequence[Memory], members: Sequence[int], step: int) -> Iterator[Pair]:
-    """Pairs of one outermost step: what is apart modulo that step never overlaps."""
-    places: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for at in members:
-        memory = memories[at]
-        width = memory.layout.extent - step * (memory.layout.dims[0][1] - 1)
-        places[memory.low % step, width].append(at)
-    spans = sorted((begin + turn, begin + turn + width) for begin, width in places for turn in (0, step))
-    active: list[tuple[int, int]] = []
-    met: set[Any] = set()
-    for span in spans:
-        active = [each for each in active if each[1] > span[0]] + [span]
-        for one, other in ((each, span) for each in active):
-            keys = tuple(sorted((begin % step, end - begin) for begin, end in (one, other)))
-            if keys not in met:
-                met.add(keys)
-                yield from _between(memories, places, *keys)
-
-
-def _between(
-    memories: Sequence[Memory], places: Mapping[tuple[int, int], list[int]], one: Any, other: Any
-) -> Iterator[Pair]:
-    """Pairs within one place of a period, or between two of them, whose ranges overlap."""
-    if one == other:
-        yield from _meeting(memories, places[one], range(len(places[one])))
+    layouts = [memories[at].layout for at in distinct]
+    outer = [(0, 1) if layout.is_dense else layout.dims[0] for layout in layouts]
+    if not any(step for step, _ in outer):
         return
-    number = {at: key for key in (one, other) for at in places[key]}
-    both = sorted(number, key=lambda at: memories[at].low)
-    yield from _meeting(memories, both, [number[at] for at in both])
-
-
-def _meeting(memories: Sequence[Memory], ordered: Sequence[int], kinds: Sequence[Any]) -> Iterator[Pair]:
-    """Pairs of different kinds whose ranges overlap; `ordered` is sorted by address."""
-    active: dict[Any, list[int]] = defaultdict(list)
-    for at, kind in zip(ordered, kinds, strict=True):
-        for other_kind, others in list(active.items()):
-            others[:] = [other for other in others if memories[other].high > memories[at].low]
-            if not others:
-                del active[other_kind]
-            elif other_kind != kind:
-                yield from ((other, at) for other in others)
-        active[kind].append(at)
+    lows, steps = np.array([memories[at].low for at in distinct]), np.array([step for step, _ in outer])
+    widths = np.array([layout.extent - step * (n - 1) for layout, (step, n) in zip(layouts, outer, strict=True)])
+    for number, at in enumerate(distinct):
+        near = slice(number + 1, int(np.searchsorted(lows, memories[at].high)))
+        step, same = steps[number], steps[near] == steps[number]
+        if step:  # of one period: what is apart modulo that never overlaps
+            shift = (lows[near] - lows[number]) % step
+            same &= (shift >= widths[number]) & (step - shift >= widths[near])
+        yield from ((at, distinct[number + 1 + int(other)]) for other in np.flatnonzero(~same))
 
 
 def _share(one: Memory, other: Memory) -> bool:
