@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cas_ckpt import Repository
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
+from cas_ckpt.errors import PeerError
 from cas_ckpt.training.per_rank import PerRank
 from tests.dcp.states import same
 
@@ -284,3 +286,54 @@ def error_of(work: Any) -> str | None:
     except CheckpointException as error:
         return str(error)
     return None
+
+
+# --- one rank that comes late ---------------------------------------------------------------
+
+VICTIM = 1
+
+
+def small_state() -> dict[str, Any]:
+    return {"w": torch.arange(3000.0), "b": torch.ones(7), "epoch": 3}
+
+
+class Meets(DefaultSavePlanner):
+    """What one rank does when its data is asked for."""
+
+    on_resolve: Callable[[], None] | None = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == VICTIM and self.on_resolve is not None:
+            self.on_resolve()
+        return super().resolve_data(write_item)
+
+
+class SaysThatItGaveUp(CasStorageWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except PeerError:
+            _store().set(f"gave up/{dist.get_rank()}", "")
+            raise
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def a_rank_comes_late(place: str) -> tuple[str | None, str]:
+    """One rank comes to a save when all others have given up on it; the next save needs nothing from anybody."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != VICTIM]
+
+    def wait_for_the_others() -> None:
+        planner.on_resolve = None
+        _store().wait([f"gave up/{rank}" for rank in others])
+
+    planner = Meets()
+    planner.on_resolve = wait_for_the_others
+    CasStorageWriter(place, timeout_s=4)  # connects
+    late = SaysThatItGaveUp(place, timeout_s=4)
+    told = error_of(lambda: dcp.save(small_state(), storage_writer=late, planner=planner))
+    writer = CasStorageWriter(place, timeout_s=4)
+    dcp.save(small_state(), storage_writer=writer)
+    return told, writer.commit.root if writer.commit else ""

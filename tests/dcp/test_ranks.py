@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cas_ckpt import Repository
-from tests.dcp.rank_cases import full_state
+from tests.dcp.rank_cases import VICTIM, full_state, small_state
 from tests.ranks import results, run_processes
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for the whole launch
@@ -90,3 +91,12 @@ def test_ranks_that_disagree_on_the_message_save_nothing(wanted: Seen) -> None:
 
 def test_cached_plans_keep_neither_dtypes_nor_ids(wanted: Seen) -> None:
     assert [rank["cached_plans"] for rank in wanted[1]] == [[True] * 6] * 4
+
+
+def test_after_a_rank_came_late_the_next_save_works(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        wanted = repo.commit(small_state()).root
+    cases = run_processes(3, "tests.dcp.rank_cases:a_rank_comes_late", str(tmp_path / "repo"), timeout_s=200)
+    for told, root in results(cases):
+        assert f"rank {VICTIM} has not come to" in told
+        assert root == wanted
