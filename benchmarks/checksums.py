@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository, limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -114,7 +114,7 @@ def commits() -> None:
         ways: dict[str, dict[str, object]] = {
             "not frozen (BLAKE3 of all)": {},
             "frozen, checksums": {"frozen": "**"},
-            "frozen, version counters": {"frozen": "**", "frozen_check": "version"},
+            "frozen, version counters": {"frozen": "**", "options": CommitOptions(frozen_check="version")},
         }
         _print_commits("one process, 1.07 GB", ways, lambda options: repo.commit(state, **options))
     _ranks({f"w{at}": state[f"w{at}"] for at in range(4)})
@@ -128,7 +128,8 @@ def _ranks(state: dict[str, torch.Tensor]) -> None:
         def commit(options: dict[str, object]) -> None:
             def work(peers: Peers) -> None:
                 tree = capture_state(copies[peers.rank], rank=peers.rank, world_size=peers.size)
-                commit_tree(handle, tree, CommitRequest(num_threads=1, **options), peers=peers)  # type: ignore[arg-type]
+                with limits(num_threads=1):
+                    commit_tree(handle, tree, CommitRequest(**options), peers=peers)  # type: ignore[arg-type]
 
             run_ranks(2, work, timeout_s=600)
 

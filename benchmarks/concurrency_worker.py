@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cas_ckpt import limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.spec import Spec
@@ -48,12 +49,14 @@ def commit_again_and_again(
         f"w{n}": TensorItem(Spec("uint8", array.shape), ArrayMemory(array), "numpy") for n, array in enumerate(arrays)
     }
     state = Container("dict", {**items})
-    request = CommitRequest(branch=branch, num_threads=1)
-    commit_tree(handle, state, request)
+    request = CommitRequest(branch=branch)
+    with limits(num_threads=1):
+        commit_tree(handle, state, request)
 
     def once() -> None:
         changing[:8] = np.frombuffer(np.random.default_rng().bytes(8), np.uint8)[: len(changing)]
-        commit_tree(handle, state, request)
+        with limits(num_threads=1):
+            commit_tree(handle, state, request)
 
     return {"branch": branch, **_repeat(once, seconds)}
 

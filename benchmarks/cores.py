@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+import cas_ckpt
 from benchmarks import async_loops, cores_cuda
 from benchmarks.harness import disk, limits
 from benchmarks.harness.machine import available_memory, free_disk
@@ -154,13 +155,13 @@ def _ways(plan: Plan, state: State, repo: Repository, views: list[memoryview]) -
             blake3(piece[start : start + LEAF_BYTES]).digest()
 
     def into_place(threads: int, atomic: bool) -> float:
-        return seconds_of(lambda: repo.checkout("main", into=state.parts, num_threads=threads, atomic=atomic))
+        return _with_threads(threads, lambda: repo.checkout("main", into=state.parts, atomic=atomic))
 
     return {
         BLAKE3: lambda threads: limits.hash_seconds(views, threads),
         LEAF: lambda threads: limits.seconds_in_threads(hash_leaves, pieces, threads),
         NATIVE: lambda threads: limits.seconds_in_threads(lambda each: leaf_digests(each, LEAF_BYTES), pieces, threads),
-        UNCHANGED: lambda threads: seconds_of(lambda: repo.commit(state.parts, num_threads=threads)),
+        UNCHANGED: lambda threads: _with_threads(threads, lambda: repo.commit(state.parts)),
         CHECKOUT: lambda threads: into_place(threads, True),
         ONE_PASS: lambda threads: into_place(threads, False),
         MEMCPY: lambda threads: limits.copy_seconds(views, copied, threads),
@@ -178,10 +179,15 @@ def _saved_by_dcp(plan: Plan, state: State) -> Callable[[int], float]:
     return save
 
 
+def _with_threads(threads: int | None, call: Callable[[], object]) -> float:
+    with cas_ckpt.limits(num_threads=threads):
+        return seconds_of(call)
+
+
 def first_commit(folder: Path, state: State, threads: int | None) -> float:
     """Seconds of a commit into a repository that is new, and gone afterwards."""
     with created(folder) as repo:
-        seconds = seconds_of(lambda: repo.commit(state.parts, num_threads=threads))
+        seconds = _with_threads(threads, lambda: repo.commit(state.parts))
     shutil.rmtree(folder)
     return seconds
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from cas_ckpt import limits
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import TensorCopy
@@ -80,19 +81,22 @@ class Measured:
     def commit(self, num_threads: int = THREADS) -> Any:
         """Commit the state, of which nothing has changed but at the first time."""
         tree = state({f"w{number}": array for number, array in enumerate(self.arrays)})
-        return commit_tree(self.handle, tree, CommitRequest(num_threads=num_threads))
+        with limits(num_threads=num_threads):
+            return commit_tree(self.handle, tree, CommitRequest())
 
     def commit_few(self) -> None:
         """Commit an eighth of the state, by one thread."""
         tree = state({f"w{number}": array for number, array in enumerate(self.few)})
-        commit_tree(self.few_handle, tree, CommitRequest(num_threads=1))
+        with limits(num_threads=1):
+            commit_tree(self.few_handle, tree, CommitRequest())
 
     def restore(self, *, atomic: bool) -> None:
         """Bring the commit into the targets."""
         tree = load_tree(self.handle, Digest(bytes.fromhex(self.root)))
         targets = {f"w{number}": ArrayMemory(target) for number, target in enumerate(self.targets)}
         copies = [TensorCopy(path, stored, targets[str(path[0])]) for path, stored in stored_tensors(tree)]
-        fetch_tensors(self.handle, copies, num_threads=THREADS, atomic=atomic)
+        with limits(num_threads=THREADS):
+            fetch_tensors(self.handle, copies, atomic=atomic)
 
     def round(self) -> dict[str, float]:
         """Seconds by name; of the loop steps a second."""

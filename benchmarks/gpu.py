@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.page import machine_and_load
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects.digest import DIGEST_BYTES, chunk_id
 from cas_ckpt.objects.spec import grid_for
@@ -160,7 +160,7 @@ def unchanged(num_bytes: int) -> list[str]:
     size = sum(each.nbytes for each in state.values())
     with Repository.init("memory://gpu-unchanged", encoding="raw") as repo:
         repo.commit(state, message="first")  # nothing is staged for it: it is read live
-        repo.commit_async(state, staging_bytes=1 << 30).result()
+        repo.commit_async(state, options=CommitOptions(staging_bytes=1 << 30)).result()
         pauses, whole, bytes_moved = [], [], []
         for _ in range(ROUNDS):
             with moved() as found:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.page import forget_all_but_one, heading, run, verdict
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.training.background.step_hook import hold_steps, let_steps
 
 WANTED_LONGER = 0.02
@@ -70,10 +70,12 @@ def measure_steps(
         for number in range(rounds + 1):
             before = [training.step() for _ in range(num_steps)]
             with repo._turn():  # the commit waits for it when all is staged
-                pending = repo.commit_async(training.state, step=2 * number, snapshot="lazy", num_threads=1)
+                with limits(num_threads=1):
+                    pending = repo.commit_async(training.state, step=2 * number, snapshot="lazy")
                 beside_staging = training.step()
             pending.result()
-            pending = repo.commit_async(training.state, step=2 * number + 1, snapshot="lazy", num_threads=1)
+            with limits(num_threads=1):
+                pending = repo.commit_async(training.state, step=2 * number + 1, snapshot="lazy")
             beside = [training.step() for _ in range(num_steps)]
             pending.result()
             after = [training.step() for _ in range(num_steps)]

@@ -29,6 +29,7 @@ from unittest import mock
 
 from blake3 import blake3
 
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_name
@@ -133,7 +134,8 @@ def _opened(path: Path, progress: Path) -> RepositoryHandle:
     path.parent.mkdir(parents=True, exist_ok=True)
     _note(progress, None)
     handle = init_repository(path)
-    commit_tree(handle, Container("dict", {"step": ValueItem(0)}), CommitRequest(step=0, num_threads=1))
+    with limits(num_threads=1):
+        commit_tree(handle, Container("dict", {"step": ValueItem(0)}), CommitRequest(step=0))
     return handle
 
 

@@ -87,7 +87,7 @@ def state(number: int) -> Container:
 def add_commits(handle: RepositoryHandle, numbers: Sequence[int], *, branch: str = "main") -> None:
     """Commit these states to a branch."""
     for number in numbers:
-        request = CommitRequest(branch=branch, step=number, metrics={"loss": 1 / (1 + number)}, num_threads=1)
+        request = CommitRequest(branch=branch, step=number, metrics={"loss": 1 / (1 + number)})
         commit_tree(handle, state(number), request)
 
 

@@ -26,6 +26,7 @@ from typing import TypeAlias
 from benchmarks.harness.page import machine_and_load
 from benchmarks.long_build import Shape, build
 from benchmarks.long_history import PAGE, ROOT, SECTION
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
@@ -53,7 +54,8 @@ Verb: TypeAlias = Callable[[RepositoryHandle], object]
 
 
 def _commit(handle: RepositoryHandle) -> None:
-    commit_tree(handle, Container("dict", {"step": ValueItem(0)}), CommitRequest(step=0, num_threads=1))
+    with limits(num_threads=1):
+        commit_tree(handle, Container("dict", {"step": ValueItem(0)}), CommitRequest(step=0))
 
 
 def _branch(handle: RepositoryHandle, start: str) -> None:
@@ -130,7 +132,8 @@ def curves(scratch: Path) -> list[str]:
         if not path.exists():
             handle = init_repository(path)
             model = Container("dict", {f"layers.{at}.weight": ValueItem(at) for at in range(number)})
-            commit_tree(handle, Container("dict", {"model": model}), CommitRequest(num_threads=1))
+            with limits(num_threads=1):
+                commit_tree(handle, Container("dict", {"model": model}), CommitRequest())
             handle.close()
     rows = [_curve(name, verb, short, long) for name, verb in CURVES.items()]
     return [*rows, _curve("show, 5,000 and 50,000 keys", lambda handle: show_commit(handle, "main"), few, many)]

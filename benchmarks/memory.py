@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness.meter import measured
 from benchmarks.harness.page import heading
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository, limits
 from cas_ckpt.memory import DEFAULT_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,33 +59,32 @@ def randomize(state: dict[str, torch.Tensor], seed: int) -> None:
 def measure_case(folder: Path, case: list[Any], *, quick: bool) -> dict[str, int]:
     """Verb -> bytes, in this process."""
     _, kind, number, encoding, memory_bytes, num_threads = case
-    options: dict[str, Any] = {"memory_bytes": memory_bytes, "num_threads": num_threads}
     state, tiny = make_state(kind, number, quick=quick), {"w": torch.zeros(1000)}
     total_bytes = sum(tensor.nbytes for tensor in state.values())
     peaks: dict[str, int] = {}
 
     def peak(verb: str, call: Callable[[], object], *, returned_bytes: int = 0) -> None:
         out: dict[str, Any] = {}
-        with measured(out):
+        with measured(out), limits(memory_bytes=memory_bytes, num_threads=num_threads):
             call()
         peaks[verb] = out["peak_bytes"] - returned_bytes
 
     with Repository.init(folder / "repo", group=None, encoding=encoding) as repo:
-        repo.commit(tiny, branch="tiny", create=True)
+        repo.commit(tiny, branch="tiny", options=CommitOptions(create=True))
         repo.checkout("tiny", into=tiny)
         repo.load("tiny")
         repo.export("tiny", folder / "tiny.safetensors")
         Repository.init(folder / "other").close()
         repo.push(folder / "other", "tiny")
         randomize(state, 1)
-        peak("commit", lambda: repo.commit(state, branch="main", create=True, **options))
+        peak("commit", lambda: repo.commit(state, branch="main", options=CommitOptions(create=True)))
         randomize(state, 2)
-        peak("changed", lambda: repo.commit(state, **options))
-        peak("unchanged", lambda: repo.commit(state, **options))
-        peak("checkout", lambda: repo.checkout("main~2", into=state, **options))
-        peak("load", lambda: repo.load("main", **options), returned_bytes=total_bytes)
-        peak("export", lambda: repo.export("main", folder / "x.safetensors", memory_bytes=memory_bytes))
-        peak("push", lambda: repo.push(folder / "other", "main", **options))
+        peak("changed", lambda: repo.commit(state))
+        peak("unchanged", lambda: repo.commit(state))
+        peak("checkout", lambda: repo.checkout("main~2", into=state))
+        peak("load", lambda: repo.load("main"), returned_bytes=total_bytes)
+        peak("export", lambda: repo.export("main", folder / "x.safetensors"))
+        peak("push", lambda: repo.push(folder / "other", "main"))
     return peaks
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.harness import disk, machine
 from benchmarks.resharding_state import LAYERS, Array, Division, fill, num_layers_of, specs, state_of
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
@@ -125,10 +126,11 @@ class State:
 def save(handle: RepositoryHandle, packs: Path, division: Division, state: State) -> Save:
     """A commit of `division` by one thread per rank, which share the handle."""
     before, cpu, start = disk.length_bytes(packs), os.times(), time.perf_counter()
-    request = CommitRequest(message=division.name, author="benchmark", num_threads=1 if division.size > 1 else 2)
+    request = CommitRequest(message=division.name, author="benchmark")
 
     def work(peers: Peers) -> CommitInfo:
-        return commit_tree(handle, state_of(division, state.arrays, state.specs, peers.rank), request, peers=peers)
+        with limits(num_threads=1 if division.size > 1 else 2):
+            return commit_tree(handle, state_of(division, state.arrays, state.specs, peers.rank), request, peers=peers)
 
     infos = run_ranks(division.size, work, timeout_s=TIMEOUT_S)
     seconds, cpu_s = time.perf_counter() - start, sum(os.times()[:2]) - sum(cpu[:2])

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
         WorkerError,
     )
-    from cas_ckpt.objects.limits import limits
+    from cas_ckpt.memory import limits
     from cas_ckpt.objects.structures import Named, register_type
+    from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
     from cas_ckpt.ops.retention.policy import Policy
     from cas_ckpt.repository import Repository
     from cas_ckpt.signing import Trust
@@ -63,12 +64,14 @@ __all__ = [
     "CheckoutReport",
     "CkptError",
     "CommitInfo",
+    "CommitOptions",
     "CommitStats",
     "ConflictError",
     "CorruptionError",
     "FrozenChangedError",
     "Head",
     "ImportInfo",
+    "ImportOptions",
     "InternalError",
     "InvalidInputError",
     "LeftOut",
@@ -109,8 +112,9 @@ _MODULES = {
     "cas_ckpt.core.records": ("CommitInfo", "CommitStats", "ImportInfo", "LeftOut", "Lineage"),
     "cas_ckpt.core.refs": ("Head",),
     "cas_ckpt.core.trusted_hosts": ("trusted_hosts",),
-    "cas_ckpt.objects.limits": ("limits",),
+    "cas_ckpt.memory": ("limits",),
     "cas_ckpt.objects.structures": ("Named", "register_type"),
+    "cas_ckpt.ops.commit.options": ("CommitOptions", "ImportOptions"),
     "cas_ckpt.ops.retention.policy": ("Policy",),
     "cas_ckpt.repository": ("Repository",),
     "cas_ckpt.signing": ("Trust",),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from cas_ckpt.errors import InvalidInputError, out_of_memory, shown_value
 
@@ -31,7 +31,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 T = TypeVar("T")
 
-MOST_THREADS = 1024
 MOST_COMPARED = 10_000
 """Names that a misspelt one is compared with: a fraction of a second."""
 _INT64 = 1 << 63
@@ -59,7 +58,12 @@ def _refused(name: str, given: object, wanted: str) -> InvalidInputError:
     return InvalidInputError(f"{name} is {shown_value(given)}: give {wanted}")
 
 
-def _flag(name: str, given: Any) -> bool:
+def check_flag(name: str, given: Any) -> bool:
+    """`given`, True or False of Python or NumPy.
+
+    Raises:
+        InvalidInputError: something else: any text is true, "no" among them.
+    """
     if isinstance(given, bool):
         return given
     if getattr(given, "shape", None) == () and "bool" in str(getattr(given, "dtype", "")):
@@ -76,22 +80,32 @@ def whole_number(given: Any) -> int | None:
         return None
 
 
-def _whole(name: str, given: Any) -> int:
+def check_whole(name: str, given: Any, *, least: int = 0) -> int:
+    """`given`, an integer of Python or NumPy, or a tensor of one.
+
+    Raises:
+        InvalidInputError: something else, less than `least`, or more than 64 bits.
+    """
     number = given if type(given) is int else whole_number(given)
     if number is None:
         raise _refused(name, given, "a whole number")
-    if name == "num_threads" and not 0 <= number <= MOST_THREADS:
-        raise _refused(name, given, f"a whole number up to {MOST_THREADS}; 0 or None: one per core")
-    if name == "memory_bytes" and number < 1:
-        raise _refused(name, given, "a number of bytes from 1 on; None: what the machine has, at most 300 MB")
-    if name == "limit" and number < 0:
-        raise _refused(name, given, "a whole number from 0 on")
-    if not -_INT64 <= number < _INT64:
+    if number < least:
+        raise _refused(name, given, f"a whole number from {least} on")
+    if number >= _INT64:
         raise _refused(name, given, "a whole number of 64 bits")
     return number
 
 
-def _real(name: str, given: Any) -> float:
+def _whole(name: str, given: Any) -> int:
+    return check_whole(name, given, least=0 if name == "limit" else -_INT64)
+
+
+def check_real(name: str, given: Any) -> float:
+    """`given`, a finite number of Python, NumPy or torch.
+
+    Raises:
+        InvalidInputError: something else.
+    """
     is_text = isinstance(given, (bool, str, bytes, bytearray))
     try:
         number = math.nan if is_text or getattr(given, "shape", ()) != () else float(given)
@@ -164,7 +178,7 @@ def check_path(text: str) -> None:
 
 
 _READERS: Mapping[str, Reader] = MappingProxyType({
-    "bool": _flag, "int": _whole, "float": _real, "str": _text, "Sequence[str]": _texts,
+    "bool": check_flag, "int": _whole, "float": check_real, "str": _text, "Sequence[str]": _texts,
     "str | Sequence[str]": _text_or_texts, "Keys": _text_or_texts, "Mapping[str, str]": _texts_by_text,
     "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list,
     "Sequence[str | int | TargetLayout]": _list, "str | PathLike[str]": _path,
@@ -222,6 +236,17 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
             raise out_of_memory(error) from error
 
     return call
+
+
+def check_choice(name: str, given: object, choices: Any) -> None:
+    """Refuse what is none of `choices`, a `typing.Literal`.
+
+    Raises:
+        InvalidInputError: says what there is.
+    """
+    wanted = get_args(choices)
+    if not isinstance(given, str) or given not in wanted:
+        raise InvalidInputError(f"{name} is {shown_value(given)}: give {' or '.join(map(repr, wanted))}")
 
 
 MAX_STEP = 2**63 - 1

@@ -212,7 +212,7 @@ def out_of_memory(error: MemoryError) -> TooLargeError:
     """The error to raise for a `MemoryError` inside a call."""
     return TooLargeError(
         f"there is no memory left ({str(error) or 'the system gives none'}): this process or its container is limited "
-        "(ulimit -v, -u): raise the limit, or give fewer num_threads= or a smaller memory_bytes="
+        "(ulimit -v, -u): raise the limit, or take less: with cas_ckpt.limits(num_threads=..., memory_bytes=...)"
     )
 
 

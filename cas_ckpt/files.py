@@ -198,7 +198,7 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
 def export_any(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
-    adapter: str | None = None, force: bool = False, memory_bytes: int | None = None, progress: Progress = SILENT,
+    adapter: str | None = None, force: bool = False, progress: Progress = SILENT,
     trust: Trust | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write a commit to `path`: see `export_safetensors`, `export_torch` and `export_dcp`.
@@ -221,7 +221,7 @@ def export_any(
     if chosen is WeightsFormat.SAFETENSORS:
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter, force=force,
-            memory_bytes=memory_bytes, progress=progress,
+            progress=progress,
         )  # fmt: skip
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
@@ -230,15 +230,13 @@ def export_any(
 
         return export_dcp(
             handle, row.digest.hex(), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
-            memory_bytes=memory_bytes, progress=progress,
+            progress=progress,
         )  # fmt: skip
     if max_shard_bytes is not None:
         raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
     from cas_ckpt.training.torch_file import export_torch
 
-    return export_torch(
-        handle, row.digest.hex(), path, keys=keys, force=force, memory_bytes=memory_bytes, progress=progress
-    )
+    return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)
 
 
 # --- one value: nested lists, .npy and .pt files --------------------------------------------

@@ -1,4 +1,6 @@
-"""How much memory a call may take beyond the state: what it is given, else a part of what is left; and large buffers.
+"""What a call may take: memory beyond the state, threads, and what a stored state may unfold into; and large buffers.
+
+`limits` sets it for a block, which threads and processes that work for a call inherit. Memory, if no limit is set:
 
     1. what is left of the machine (MemAvailable), and of every control group from that of this process up to the top
        (v1 and v2: the lowest limit less what is in use; page cache can be dropped, so it counts as free)
@@ -15,11 +17,18 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
-from cas_ckpt.errors import MemoryBudgetError
+from cas_ckpt.arguments import whole_number
+from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, TooLargeError, shown_value
+
+T = TypeVar("T")
 
 DEFAULT_BYTES = 300 * 1000**2
 """Default memory budget of a call, on each rank."""
@@ -39,26 +48,123 @@ _DROPPED = frozenset({"active_file", "inactive_file", "total_active_file", "tota
 """In `memory.stat`: page cache, of v1 with all groups below (`total_`), which v2 counts anyway."""
 
 
-def memory_budget(given: int | None, *, num_ranks: int = 1, left_bytes: int | None = None) -> int:
+MOST_THREADS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a call may take; see `limits`.
+
+    Equal containers are stored once: a tree of 40 small nodes, each naming the next one twice, stands for
+    more entries than any memory holds. So what unfolds is counted while it is made; a limit is never
+    reached by work that grows with what is stored, only by what it unfolds into.
+    """
+
+    max_entries: int = 1 << 21
+    max_bytes: int | None = None
+    max_refs: int = 100_000
+    memory_bytes: int | None = None
+    num_threads: int = 0
+
+
+_current: ContextVar[Limits] = ContextVar("limits", default=Limits())  # noqa: B039 - it is frozen
+
+
+def current_limits() -> Limits:
+    """The limits of this call."""
+    return _current.get()
+
+
+@contextmanager
+def limits(
+    *, max_entries: int | None = None, max_bytes: int | None = None, max_refs: int | None = None,
+    memory_bytes: int | None = None, num_threads: int | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Other limits for the calls inside, in this thread and in those that work for them.
+
+        with cas_ckpt.limits(memory_bytes=10**9, num_threads=4):
+            repo.commit(state)
+
+    Args:
+        max_entries: Entries of one state, containers among them, each as often as it occurs: 2,097,152 by default.
+        max_bytes: Bytes of new tensors and arrays in host memory; by default what the system has available.
+        max_refs: Refs of each kind that a listing takes, those that were deleted among them; and so many times 16 KiB
+            of their records, together. 100,000 by default.
+        memory_bytes: Most memory that a call takes beyond the state, or beyond what it returns, on this rank. By
+            default what the machine, its control group and the other ranks on it leave, and 300 MB at most.
+        num_threads: Threads that hash, copy and compress. 0, the default: one per core, 16 at most.
+    What is not given stays as it is.
+    Raises:
+        InvalidInputError: a limit that is below 1, or not a number.
+    """
+    given = {"max_entries": max_entries, "max_bytes": max_bytes, "max_refs": max_refs, "memory_bytes": memory_bytes}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    for name, value in wanted.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:
+            raise InvalidInputError(f"{name} is {shown_value(value)}: give a number from 1 on")
+    if num_threads is not None:
+        number = whole_number(num_threads)
+        if number is None or not 0 <= number <= MOST_THREADS:
+            raise InvalidInputError(
+                f"num_threads is {shown_value(num_threads)}: give a whole number up to {MOST_THREADS}; 0: one per core"
+            )
+        wanted["num_threads"] = number
+    with holding(replace(_current.get(), **wanted)):
+        yield
+
+
+@contextmanager
+def holding(held: Limits) -> Iterator[None]:
+    """All of these limits, which held for a call in another thread or process."""
+    before = _current.set(held)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a Ctrl-C in contextlib left it to Python's collector, which another thread ran
+            _current.reset(before)
+
+
+def inheriting(call: Callable[[], T]) -> Callable[[], T]:
+    """`call` with the limits that hold now, for another thread."""
+    return holding(_current.get())(call)
+
+
+def check_entries(count: int, what: str, *, times: int = 1, instead: str = "restore it from a copy") -> None:
+    """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state.
+
+    Args:
+        instead: What can be done besides raising the limit.
+    """
+    most = times * _current.get().max_entries
+    if count > most:
+        raise TooLargeError(
+            f"{what} for more than {most} entries, equal containers counted each time: {instead}, or "
+            "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...)"
+        )
+
+
+def memory_budget(*, num_ranks: int = 1) -> int:
     """Bytes that a call may take on this rank beyond the state.
 
     Args:
-        given: What the caller wants; None: what the machine has, see above.
         num_ranks: Ranks on this machine that do the same, this one among them.
-        left_bytes: What `available_bytes` said, on another rank perhaps; None: it is asked.
     """
-    if given is not None:
-        return given
-    left_bytes = available_bytes() if left_bytes is None else left_bytes
+    given = _current.get().memory_bytes
+    return default_budget(available_bytes(), num_ranks=num_ranks) if given is None else given
+
+
+def default_budget(left_bytes: int, *, num_ranks: int = 1) -> int:
+    """The same where no limit is set and `available_bytes` says `left_bytes`."""
     return max(LEAST_DEFAULT_BYTES, min(DEFAULT_BYTES, left_bytes // (2 * num_ranks)))
 
 
-def check_memory(given: int | None, least_bytes: int, what: str) -> None:
-    """Raise if the budget is too small for `what`; None is never too small.
+def check_memory(least_bytes: int, what: str) -> None:
+    """Raise if the memory limit of the call is too small for `what`; without a limit nothing is.
 
     Raises:
         MemoryBudgetError: says how much is needed.
     """
+    given = _current.get().memory_bytes
     if given is not None and given < least_bytes:
         raise MemoryBudgetError(
             f"memory_bytes is {given}: {what} needs {least_bytes} at least; give so much, or leave it out",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cas_ckpt import limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -36,7 +37,8 @@ def together(store: Store, size: int, state: Callable[[int], Container], **reque
     """What every rank gets, its error included, when it commits `state(rank)` on a handle of its own."""
 
     def work(peers: Peers) -> Any:
-        return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
+        with limits(num_threads=1):
+            return commit_tree(on(store), state(peers.rank), CommitRequest(**request), peers=peers)
 
     return run_ranks(size, work, timeout_s=TIMEOUT_S, outcomes=True)
 
@@ -48,7 +50,8 @@ def first_fails_then_works(size: int, bad: Callable[[int], Container], **request
     def work(peers: Peers) -> tuple[Any, Any]:
         handle = on(store)
         try:
-            commit_tree(handle, bad(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
+            with limits(num_threads=1):
+                commit_tree(handle, bad(peers.rank), CommitRequest(**request), peers=peers)
             found: Any = None
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             found = error

@@ -162,7 +162,8 @@ def test_the_loop_of_the_reference_that_is_preempted_keeps_the_last_step_though_
     before = signal.getsignal(signal.SIGTERM)
     try:
         with cas_ckpt.Repository.init(tmp_path / "repo") as repo:
-            repo.commit_async(state, step=5, parents=["0123456789"])  # there is no such commit
+            nowhere = cas_ckpt.CommitOptions(parents=["0123456789"])  # there is no such commit
+            repo.commit_async(state, step=5, options=nowhere)
             names = {"repo": repo, "state": state, "train": train, "step": 5, "num_steps": 200}
             exec(compile(program, "reference.md", "exec"), names)
             assert names["made"] is True and names["step"] == 7
@@ -243,7 +244,7 @@ def test_a_session_that_prints_something_else_would_be_found(tmp_path: Path) -> 
 BEFORE_DCP = """
 from pathlib import Path
 import torch
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 
 state = {"w": torch.ones(100, 100), "step": 7}
 with Repository.init("runs/ckpts") as repo:  # "The repository must exist"

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cas_ckpt import MemoryBudgetError, memory
-from cas_ckpt.memory import DEFAULT_BYTES, LEAST_DEFAULT_BYTES, available_bytes, check_memory, memory_budget, new_buffer
+from cas_ckpt.memory import (
+    DEFAULT_BYTES,
+    LEAST_DEFAULT_BYTES,
+    available_bytes,
+    check_memory,
+    current_limits,
+    inheriting,
+    limits,
+    memory_budget,
+    new_buffer,
+)
+from cas_ckpt.transfer.workers import map_all, one_ahead
 
 GB, MB = 1000**3, 1000**2
 
@@ -92,19 +104,38 @@ def test_the_default_is_divided_by_the_ranks_of_a_machine_and_never_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "PROC", Machine(tmp_path / "large", available_bytes=64 * GB).proc)
-    assert memory_budget(None) == memory_budget(None, num_ranks=8) == DEFAULT_BYTES == 300 * MB
+    assert memory_budget() == memory_budget(num_ranks=8) == DEFAULT_BYTES == 300 * MB
     monkeypatch.setattr(memory, "PROC", Machine(tmp_path / "small", available_bytes=1024 * MB).proc)
-    assert memory_budget(None, num_ranks=4) == 128 * MB
-    assert memory_budget(None, num_ranks=64) == LEAST_DEFAULT_BYTES
-    assert memory_budget(5 * GB, num_ranks=64) == 5 * GB, "what is given is given"
+    assert memory_budget(num_ranks=4) == 128 * MB
+    assert memory_budget(num_ranks=64) == LEAST_DEFAULT_BYTES
+    with limits(memory_bytes=5 * GB):
+        assert memory_budget(num_ranks=64) == 5 * GB, "what is given is given"
 
 
 def test_what_is_given_is_refused_if_it_is_too_little_and_the_default_never_is() -> None:
-    with pytest.raises(MemoryBudgetError, match="memory_bytes is 999: a commit needs 1000 at least") as caught:
-        check_memory(999, 1000, "a commit")
+    wanted = "memory_bytes is 999: a commit needs 1000 at least"
+    with pytest.raises(MemoryBudgetError, match=wanted) as caught, limits(memory_bytes=999):
+        check_memory(1000, "a commit")
     assert caught.value.least_bytes == 1000
-    check_memory(1000, 1000, "a commit")
-    check_memory(None, 10**18, "a commit")
+    with limits(memory_bytes=1000):
+        check_memory(1000, "a commit")
+    check_memory(10**18, "a commit")
+
+
+def test_threads_that_work_for_a_call_have_its_limits_and_others_have_not() -> None:
+    def seen(_: object = None) -> int | None:
+        return current_limits().memory_bytes
+
+    others: list[int | None] = []
+    with limits(memory_bytes=7, num_threads=3):
+        with limits(max_entries=5):
+            assert map_all(seen, range(3), num_threads=3) == [7, 7, 7]
+        assert list(one_ahead(seen, range(2))) == [7, 7]
+        later = inheriting(seen)
+        other = threading.Thread(target=lambda: others.append(seen()))
+        other.start()
+        other.join()
+    assert (others, seen(), later()) == ([None], None, 7)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="large pages are Linux's")

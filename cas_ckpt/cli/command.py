@@ -24,6 +24,7 @@ from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
 from cas_ckpt.core.pack_shards import parse_shard
 from cas_ckpt.errors import CkptError, InvalidInputError, NoRepositoryError
+from cas_ckpt.memory import MOST_THREADS, limits
 from cas_ckpt.objects.digest import MAGIC
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
 
@@ -261,7 +262,7 @@ OTHER_NAMES = {
     "copy": "see cas-ckpt push",
     "dump": "see cas-ckpt read",
     "grep": "see cas-ckpt find, and cas-ckpt log --grep",
-    "merge": "states are joined in Python, by Repository.commit(state, parents=[...]); cas-ckpt pull goes forward",
+    "merge": "states are joined in Python, by Repository.commit (CommitOptions.parents); cas-ckpt pull goes forward",
     "prune": "see cas-ckpt forget, and cas-ckpt gc",
     "rebase": "see cas-ckpt pull --rebase",
     "reset": "see cas-ckpt branch --force NAME REVISION",
@@ -434,8 +435,23 @@ def shard_option(help: str) -> Callable[[_F], _F]:  # noqa: A002
 
 
 def memory_option(call: _F) -> _F:
-    """How much memory the verb may take, as `memory_bytes`."""
-    return click.option("--memory", "memory_bytes", type=SIZE, help="Most memory it takes, e.g. 200MB.")(call)
+    """How much memory the verb may take: a limit of the call."""
+    return click.option(
+        "--memory", "memory_bytes", type=SIZE, help="Most memory it takes, e.g. 200MB.", expose_value=False,
+        callback=_limit_call,
+    )(call)  # fmt: skip
+
+
+def threads_option(call: _F) -> _F:
+    """How many threads the verb may take: a limit of the call."""
+    return click.option(
+        "-j", "--threads", "num_threads", type=click.IntRange(min=0, max=MOST_THREADS), metavar="N", help="Threads.",
+        expose_value=False, callback=_limit_call,
+    )(call)  # fmt: skip
+
+
+def _limit_call(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
+    ctx.with_resource(limits(**{str(parameter.name): value}))
 
 
 def limit_option(help: str = "At most N.", *, default: int | None = None) -> Callable[[_F], _F]:  # noqa: A002

@@ -65,12 +65,14 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
     --branch NAME begins a branch with a history of its own, --branch NAME --onto REVISION one that begins there.
     """
     from cas_ckpt.core.records import Lineage
+    from cas_ckpt.ops.commit.options import ImportOptions
 
     options["metrics"] = dict(options["metrics"])
     options["lineage"] = [Lineage(*edge) for edge in options["lineage"]]
     with settings.open() as repo:
-        commit = repo.import_file(path, **options, progress=settings.show_progress())
-        name = options["branch"] or (options["onto"] or repo.default_branch).removeprefix("refs/heads/")
+        call = {name: options.pop(name) for name in ("message", "branch", "onto", "step", "metrics", "prefix")}
+        commit = repo.import_file(path, **call, options=ImportOptions(**options), progress=settings.show_progress())
+        name = call["branch"] or (call["onto"] or repo.default_branch).removeprefix("refs/heads/")
         follows = ", ".join(parent[:SHORT_HEX] for parent in commit.parents) or "nothing: a history of its own"
         total, new = human_bytes(commit.stats.total_bytes), human_bytes(commit.stats.new_bytes)
         settings.say(

@@ -27,7 +27,7 @@ from cas_ckpt.cli.command import (
     write_exit_codes,
 )
 from cas_ckpt.cli.output import PROGRAM, EscapedLines, report_error
-from cas_ckpt.objects.limits import limits
+from cas_ckpt.memory import limits
 
 OBJECTS_PER_COLLECTION = 100_000
 """A tenth of a long log's time went into looking for cycles that a command never makes."""

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cas_ckpt import clock
-from cas_ckpt.cli.command import AGE, SIZE, Settings, VerbGroup, flag, memory_option, shard_option, verb, verb_group
+from cas_ckpt.cli.command import (
+    AGE,
+    SIZE,
+    Settings,
+    VerbGroup,
+    flag,
+    memory_option,
+    shard_option,
+    threads_option,
+    verb,
+    verb_group,
+)
 from cas_ckpt.cli.output import escaped, report_error, table
 from cas_ckpt.errors import CkptError, PartialRestoreError
 from cas_ckpt.objects.digest import SHORT_HEX
@@ -29,9 +40,8 @@ _MARKS = {"new": "*", "forced": "+", "deleted": "-", "up to date": "=", "rebased
 
 def _speed(call: _F) -> _F:
     """How fast it may be, and with what."""
-    threads = click.option("-j", "--threads", "num_threads", type=click.IntRange(min=0), metavar="N", help="Threads.")
     limit = click.option("--max-bandwidth", type=SIZE, help="Bytes a second at most, e.g. 50MB.")
-    return threads(limit(memory_option(call)))
+    return threads_option(limit(memory_option(call)))
 
 
 _DRY = flag("-n", "--dry-run", help="Only say what would be done.")
@@ -58,8 +68,7 @@ _TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. 
 @click.pass_obj
 def clone(
     settings: Settings, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...],
-    depth: int | None, keys: tuple[str, ...], tags: bool | None, num_threads: int | None, max_bandwidth: int | None,
-    memory_bytes: int | None,
+    depth: int | None, keys: tuple[str, ...], tags: bool | None, max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Make a new repository with the commits of the one at URL, which is its remote `origin`.
 
@@ -72,8 +81,8 @@ def clone(
     if not place:
         raise click.UsageError("where is the new repository to be? Give FOLDER")
     with Repository.clone(
-        url, place, branch=branch, branches=branches, depth=depth, filter=keys, tags=tags, num_threads=num_threads,
-        max_bandwidth=max_bandwidth, memory_bytes=memory_bytes, progress=settings.show_progress(),
+        url, place, branch=branch, branches=branches, depth=depth, filter=keys, tags=tags, max_bandwidth=max_bandwidth,
+        progress=settings.show_progress(),
     ) as made:  # fmt: skip
         found = {"url": made.url, "branches": made.branches(), "remote_branches": made.remote_branches()}
     count = len(found["remote_branches"])
@@ -111,8 +120,7 @@ def clone(
 @click.pass_obj
 def push(
     settings: Settings, remote: str | None, refs: tuple[str, ...], delete: bool, all_branches: bool, tags: bool,
-    force: bool, lease: str | None, shard: PackShard | None, dry_run: bool, num_threads: int | None,
-    max_bandwidth: int | None, memory_bytes: int | None,
+    force: bool, lease: str | None, shard: PackShard | None, dry_run: bool, max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Send commits to the repository REMOTE (a name, URL or path; default: origin), and move its refs.
 
@@ -126,8 +134,7 @@ def push(
         report = repo.push(
             remote, () if delete else refs, delete=refs if delete else (), all_branches=all_branches, tags=tags,
             force=force, force_with_lease=lease or lease is not None, shard=None if shard is None else str(shard),
-            dry_run=dry_run, num_threads=num_threads, max_bandwidth=max_bandwidth, memory_bytes=memory_bytes,
-            progress=settings.show_progress(),
+            dry_run=dry_run, max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
     show_report(settings, report, "To", "sent")
 
@@ -155,8 +162,7 @@ def push(
 @click.pass_obj
 def fetch(
     settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, commits: tuple[str, ...],
-    keys: tuple[str, ...], prune: bool, force: bool, dry_run: bool, num_threads: int | None,
-    max_bandwidth: int | None, memory_bytes: int | None,
+    keys: tuple[str, ...], prune: bool, force: bool, dry_run: bool, max_bandwidth: int | None,
 ) -> int:  # fmt: skip
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
@@ -167,8 +173,7 @@ def fetch(
     with settings.open() as repo:
         report = repo.fetch(
             remote, branches, commits=commits, filter=keys, tags=tags, prune=prune, force=force, dry_run=dry_run,
-            num_threads=num_threads, max_bandwidth=max_bandwidth, memory_bytes=memory_bytes,
-            progress=settings.show_progress(),
+            max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
     return show_report(settings, report, "From", "came")
 
@@ -189,7 +194,7 @@ def fetch(
 @click.pass_obj
 def pull(
     settings: Settings, remote: str | None, branch: str | None, rebase: bool, tags: bool | None, dry_run: bool,
-    num_threads: int | None, max_bandwidth: int | None, memory_bytes: int | None,
+    max_bandwidth: int | None,
 ) -> int:  # fmt: skip
     """Fetch from REMOTE (a name, URL or path; default: origin), then let BRANCH go forward to where it is there.
 
@@ -198,8 +203,8 @@ def pull(
     """
     with settings.open() as repo:
         report = repo.pull(
-            remote, branch, rebase=rebase, tags=tags, dry_run=dry_run, num_threads=num_threads,
-            max_bandwidth=max_bandwidth, memory_bytes=memory_bytes, progress=settings.show_progress(),
+            remote, branch, rebase=rebase, tags=tags, dry_run=dry_run, max_bandwidth=max_bandwidth,
+            progress=settings.show_progress(),
         )  # fmt: skip
     return show_report(settings, report, "From", "came")
 

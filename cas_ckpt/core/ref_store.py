@@ -39,8 +39,8 @@ from cas_ckpt.errors import (
     StorageError,
     TooLargeError,
 )
+from cas_ckpt.memory import current_limits
 from cas_ckpt.objects.digest import Digest, seal
-from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.storage.store import ListsVersions, Store, exists, few_keys
 from cas_ckpt.transfer.workers import map_all
 

@@ -21,8 +21,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import node_children
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents, history
+from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
-from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import (
     ContainerEntry,
     Entry,

@@ -5,7 +5,7 @@
     3. they are gone through in the order of the tree
 
 Invariant: what people see as one thing is one entry, although a sparse, quantized or structured tensor is stored in
-parts. What a state unfolds into is counted before it is made (objects/limits.py). A state that the index does not know
+parts. What a state unfolds into is counted before it is made (memory.py). A state that the index does not know
 whole is a `RowsMissingError`, never a shorter list. Knows nothing of commits.
 """
 
@@ -42,8 +42,8 @@ from cas_ckpt.index.trees import (
     read_trees,
     root_number,
 )
+from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import FLAVORS, EntryForm
 from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names
 from cas_ckpt.objects.spec import Spec

@@ -32,8 +32,8 @@ from cas_ckpt.index.places import Matcher, open_places
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.statements import rows_by_key
 from cas_ckpt.index.trees import CHILD, CONTAINER, FORM, MAX_DEPTH, Row, Tree, read_digests, read_trees, root_numbers
+from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import CONTAINER_KINDS
 

@@ -36,7 +36,7 @@ from cas_ckpt.index.trees import (
     read_trees,
     root_numbers,
 )
-from cas_ckpt.objects.limits import check_entries
+from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.patterns import KeyPatterns
 
 MOST_ROWS = 250_000

@@ -37,8 +37,8 @@ from cas_ckpt.index.trees import (
     read_trees,
     root_numbers,
 )
+from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import FLAVORS, EntryForm, name_order
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Flavor, Path, parse_key

@@ -198,11 +198,11 @@ def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
 class SavePlan:
     """Who does what; see the module. `tensor` numbers are positions in what was planned."""
 
-    def __init__(self, held: Sequence[Held], world_size: int, *, memory_bytes: int | None = None) -> None:
+    def __init__(self, held: Sequence[Held], world_size: int, *, budget_bytes: int | None = None) -> None:
         """Plan the tensors of all ranks; `held` is kept.
 
         Args:
-            memory_bytes: Most memory that a rank may have for a batch, the same on every rank; None: for `BATCH_BYTES`.
+            budget_bytes: Most memory that a rank may have for a batch, the same on every rank; None: for `BATCH_BYTES`.
         Raises:
             MismatchError: no rank holds some region; names key and region.
         """
@@ -224,7 +224,7 @@ class SavePlan:
         ]
         for (each, cell, _), shares in zip(cells, assign(demands, world_size), strict=True):
             each.shares[cell] = shares
-        most = BATCH_BYTES if memory_bytes is None else max(LEAST_BATCH_BYTES, memory_bytes // COPIES)
+        most = BATCH_BYTES if budget_bytes is None else max(LEAST_BATCH_BYTES, budget_bytes // COPIES)
         self._batch_bytes = min(BATCH_BYTES, most)
         self.num_batches = 1 + self._before[-1] // self._batch_bytes if self._before[-1] else 0
 

@@ -13,7 +13,7 @@ How a state becomes bytes:
    what meta packs say besides, to spare readers requests: `hints.py`
 
 `graph.py` has the graph of commits as plain values: ancestors, order, merge bases. `patterns.py` says which keys a
-pattern means, `limits.py` how much a stored state may unfold into.
+pattern means.
 
 Invariant: ids follow from plain bytes alone; docs/format.md is the contract, golden files in tests/golden hold it.
 Must not know: torch, storage, SQL; starts no threads. Looking at a history must not import numpy from here.

@@ -130,7 +130,6 @@ class ContentVerbs(Opened):
         numbers: bool = False,
         *,
         values: bool = False,
-        num_threads: int | None = None,
         progress: Progress | bool = False,
     ) -> Diff:
         """Differences of the commit `b` from the commit `a`: entries, chunks, messages and metadata.
@@ -144,12 +143,11 @@ class ContentVerbs(Opened):
             numbers: Read the changed chunks of tensors of equal shape, and say how many elements
                 changed and by how much: `TensorNumbers` says what is measured over what.
             values: Decode what changed of values, and show it (`EntrySide.text`); pickles are never loaded.
-            num_threads: For `numbers`.
         Raises:
             NotFoundError: also if the data of a commit is gone because it was forgotten.
             CorruptionError: names the tensor.
         """
         from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 
-        request = DiffRequest(keys, numbers, values, num_threads)
+        request = DiffRequest(keys, numbers, values)
         return diff_commits(self._handle, a, b, request, progress=shown(progress))

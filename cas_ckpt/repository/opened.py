@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.held_signals import Turn
+from cas_ckpt.ops.commit.options import CommitOptions
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.transfer.peers import collective_errors
 from cas_ckpt.uncopied import Uncopied
@@ -29,11 +30,13 @@ class Opened(Uncopied):
     """An open repository, without verbs."""
 
     def __init__(
-        self, handle: RepositoryHandle, *, group: Any = AUTO, timeout_s: float = TIMEOUT_S, ranks: Ranks | None = None
-    ) -> None:
+        self, handle: RepositoryHandle, *, group: Any = AUTO, timeout_s: float = TIMEOUT_S, ranks: Ranks | None = None,
+        commit_options: CommitOptions | None = None,
+    ) -> None:  # fmt: skip
         """Take over `handle`, and `ranks` if the group is made already."""
         self._handle = handle
         self._ranks = ranks or Ranks(group, timeout_s)
+        self.commit_options = commit_options or CommitOptions()
         self._frozen: FrozenMemory | None = None
         self._pushes: BackgroundPushes | None = None
         self._background: BackgroundCommits | None = None

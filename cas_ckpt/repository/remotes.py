@@ -36,9 +36,7 @@ class RemoteVerbs(Opened):
         force_with_lease: bool | str = False,
         shard: str | None = None,
         dry_run: bool = False,
-        num_threads: int | None = None,
         max_bandwidth: float | None = None,
-        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Send commits to another repository: what it lacks of them, then its refs move.
@@ -57,7 +55,6 @@ class RemoteVerbs(Opened):
                 time; no ref moves. A push without it, when all have ended, finds what they copied, and moves the refs.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
-            memory_bytes: Most memory for what is under way; see `commit`.
         Raises:
             ConflictError: a ref would not move forward, or moved meanwhile.
             SignatureError: a branch there takes signed commits only; nothing was copied.
@@ -66,8 +63,8 @@ class RemoteVerbs(Opened):
         from cas_ckpt.ops.sync.push import PushRequest, push
 
         request = PushRequest(
-            remote, texts(refs), texts(delete), all_branches, tags, force, force_with_lease, dry_run, num_threads,
-            max_bandwidth, shown(progress), None if shard is None else parse_shard(shard), memory_bytes,
+            remote, texts(refs), texts(delete), all_branches, tags, force, force_with_lease, dry_run,
+            max_bandwidth, shown(progress), None if shard is None else parse_shard(shard),
         )  # fmt: skip
         return push(self._handle, request)
 
@@ -82,9 +79,7 @@ class RemoteVerbs(Opened):
         prune: bool = False,
         force: bool = False,
         dry_run: bool = False,
-        num_threads: int | None = None,
         max_bandwidth: float | None = None,
-        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Bring the commits of a remote here; its branch `main` is `origin/main` here.
@@ -103,15 +98,14 @@ class RemoteVerbs(Opened):
                 branch of a remote, or an id.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
-            memory_bytes: Most memory for what is under way; see `commit`.
         Raises:
             NotFoundError: there is no such remote, or no branch that matches.
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, fetch
 
         request = FetchRequest(
-            remote, texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress),
-            commits=texts(commits), filter=texts(filter), memory_bytes=memory_bytes, force=force,
+            remote, texts(branches), tags, prune, dry_run, max_bandwidth, shown(progress), commits=texts(commits),
+            filter=texts(filter), force=force,
         )  # fmt: skip
         return fetch(self._handle, request)
 
@@ -123,9 +117,7 @@ class RemoteVerbs(Opened):
         rebase: bool = False,
         tags: bool | None = None,
         dry_run: bool = False,
-        num_threads: int | None = None,
         max_bandwidth: float | None = None,
-        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Fetch, then let a branch here go forward to where it is there. No live state changes: check it out.
@@ -140,7 +132,6 @@ class RemoteVerbs(Opened):
             tags: All (True), none (False), or those of commits that are here then.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
-            memory_bytes: Most memory for what is under way; see `commit`.
         Raises:
             ConflictError: each side has commits that the other has not; says what helps.
             SignatureError: the branch here takes signed commits only; what was fetched stays.
@@ -148,9 +139,7 @@ class RemoteVerbs(Opened):
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, pull
 
-        request = FetchRequest(
-            remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress), memory_bytes=memory_bytes
-        )
+        request = FetchRequest(remote, (), tags, False, dry_run, max_bandwidth, shown(progress))
         return pull(self._handle, request, branch=branch, rebase=rebase)
 
     def create_bundle(
@@ -187,9 +176,7 @@ class RemoteVerbs(Opened):
 
         return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
 
-    def verify_bundle(
-        self, path: str | PathLike[str], *, num_threads: int | None = None, progress: Progress | bool = False
-    ) -> BundleInfo:
+    def verify_bundle(self, path: str | PathLike[str], *, progress: Progress | bool = False) -> BundleInfo:
         """Read and hash every byte of a bundle, and see that it can be taken here.
 
         Raises:
@@ -197,7 +184,7 @@ class RemoteVerbs(Opened):
         """
         from cas_ckpt.ops.sync.bundle import verify_bundle
 
-        return verify_bundle(self._handle, path, num_threads=num_threads, progress=shown(progress))
+        return verify_bundle(self._handle, path, progress=shown(progress))
 
     def push_pending(
         self, remote: str, *, max_bandwidth: float | None = None, progress: Progress | bool = False

@@ -11,6 +11,7 @@ from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.ops.commit.options import CommitOptions
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.contents import ContentVerbs
 from cas_ckpt.repository.given import Trusted, given_trust, texts
@@ -119,6 +120,7 @@ class Repository(
         timeout_s: float = TIMEOUT_S,
         progress: Progress | bool = False,
         trust: Trusted | None = None,
+        commit_options: CommitOptions | None = None,
     ) -> Repository:
         """The repository at `url`.
 
@@ -137,6 +139,8 @@ class Repository(
             progress: Of what an index of an older version lacks, which the first question that needs it reads.
             trust: Whose signature a commit needs before `checkout`, `load`, `read` and `export` give its state: the
                 path of an allowed_signers file, public keys, or a `Trust`. See `verify`.
+            commit_options: What commits say and how they are made where a call has no `options`; the attribute
+                `commit_options` of the object, which may be changed.
         Raises:
             NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
             InvalidInputError: `create` and `read_only` together.
@@ -165,7 +169,7 @@ class Repository(
                 handle.close()
             ranks.close()
             raise
-        return cls(handle, ranks=ranks)
+        return cls(handle, ranks=ranks, commit_options=commit_options)
 
     @classmethod
     def clone(
@@ -178,9 +182,7 @@ class Repository(
         depth: int | None = None,
         filter: str | Sequence[str] = (),  # noqa: A002 - as git calls it
         tags: bool | None = None,
-        num_threads: int | None = None,
         max_bandwidth: float | None = None,
-        memory_bytes: int | None = None,
         cache: str | PathLike[str] | None = AUTO,
         progress: Progress | bool = False,
     ) -> Repository:
@@ -198,7 +200,6 @@ class Repository(
                 brought from there when they are read. All, if none is given.
             tags: All (True), none (False), or those of commits that come.
             max_bandwidth: Bytes a second at most.
-            memory_bytes: Most memory for what is under way; see `commit`.
             cache: See `open`; of both.
         Raises:
             ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
@@ -209,8 +210,8 @@ class Repository(
         if depth is not None and depth < 1:
             raise InvalidInputError(f"depth is {depth}: give a number from 1 on")
         request = FetchRequest(
-            branches=texts(branches), tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
-            progress=shown(progress), depth=depth, filter=texts(filter), memory_bytes=memory_bytes,
+            branches=texts(branches), tags=tags, max_bandwidth=max_bandwidth, progress=shown(progress), depth=depth,
+            filter=texts(filter),
         )  # fmt: skip
         handle, _ = clone(url, target, request, branch=branch, cache=cache)
         return cls(handle)

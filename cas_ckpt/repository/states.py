@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from types import FrameType
@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import reads_arguments
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.given import KeyFile, Keys, Trusted, given_key, given_trust
+from cas_ckpt.repository.given import Keys, Trusted, given_key, given_trust
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
+    from cas_ckpt.core.records import CommitInfo, ImportInfo
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.commit.options import SnapshotKind, WorkerKind
     from cas_ckpt.ops.commit.request import CommitRequest
     from cas_ckpt.ops.files.export import ExportInfo
     from cas_ckpt.training.background.pending import PendingCommit
@@ -33,14 +35,8 @@ class StateVerbs(Opened):
 
     def commit(
         self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
-        metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
-        orphan: bool = False, came_from: Revision | None = None, author: str | None = None, meta: Any = None,
-        parents: Sequence[Revision] = (), lineage: Sequence[Lineage] = (),
-        provenance: bool | Mapping[str, Any] = False, frozen: Keys = None, frozen_check: str = "checksum",
-        frozen_audit: float = 0.01, on_conflict: str = "retry",
-        allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
-        on_divergence: str = "raise", sign: KeyFile = None, push_to: str | None = None, num_threads: int | None = None,
-        memory_bytes: int | None = None, progress: Progress | bool = False,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, meta: Any = None, frozen: Keys = None,
+        push_to: str | None = None, progress: Progress | bool = False, options: CommitOptions | None = None,
     ) -> CommitInfo:  # fmt: skip
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
 
@@ -52,32 +48,12 @@ class StateVerbs(Opened):
                 tensors and plain values. Nobody may change it during the call.
             branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
                 one begins at the commit that the state came from (`head`).
-            create, orphan: Begin `branch` though its name is nearly another's; or without a parent.
-            came_from: The commit that the state came from, if no checkout through this object says so (`load`, a file,
-                another object): the same as if it had been checked out.
             meta: A plain value that is kept with the commit.
-            parents: Revisions that this state joins, parents after the head of its branch.
-            lineage: What the state was made from otherwise, e.g. `Lineage("fine-tune-of", "base")`;
-                a commit of another repository by its whole id.
-            provenance: Keep command line, host, versions and the git commit of the working directory; and a
-                mapping that is given. No environment variables.
             frozen: Keys whose tensors do not change in this process: hashed once, then compared byte by byte with
                 a checksum. "requires_grad": all parameters, of modules in the state, that require none.
-            frozen_check: "version" believes torch's version counter instead, behind which fused optimizers,
-                `.data` and numpy write.
-            frozen_audit: Share (0..1) of the frozen chunks, chosen at random, that is hashed all the same.
-            on_conflict: "retry" goes on top of whatever others committed meanwhile, with a warning and a lineage if
-                the state came from before that; "raise" does not.
-            allow_pickle: Pickle values that cannot be expressed otherwise.
-            replica_check: Every byte that several ranks hold is compared before one of them writes it;
-                "sample": only `replica_audit`, the share (0..1) that all of them hash too.
-            on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
-            memory_bytes: Most memory that the call takes beyond the state, on this rank: what the machine, its control
-                group and the other ranks on it leave, and 300 MB at most, if not given.
             push_to: A remote that gets the commit, and all else that it lacks, in a thread behind the caller's back;
                 until it has it, the commit cannot be forgotten here. What fails is logged, and tried again by the next.
-            sign: The key that signs the commit: the path of a private key of SSH, or of the public key of one that
-                an ssh-agent holds. In a distributed job rank 0 signs, and the others may leave it out.
+            options: The rest, in place of the `commit_options` of the repository.
         Raises:
             PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
@@ -86,16 +62,13 @@ class StateVerbs(Opened):
             ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
             OutOfSpaceError: nothing is lost; free some space and commit again.
             SignatureError: the branch takes signed commits only, and this is not signed as it wants.
-            MemoryBudgetError: `memory_bytes` is too little; says how much is needed. Nothing was written.
+            MemoryBudgetError: the limit of memory is too little; says how much is needed. Nothing was written.
         """
         from cas_ckpt.training.verbs import commit_state
 
         request = self._request(
-            sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-            metrics=metrics, meta=meta, parents=parents, came_from=came_from, lineage=lineage, provenance=provenance,
-            on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check, frozen_audit=frozen_audit,
-            allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, replica_check=replica_check,
-            replica_audit=replica_audit, on_divergence=on_divergence, sign=sign,
+            sys._getframe(2), options, branch=branch, message=message, step=step, metrics=metrics, meta=meta,
+            frozen=frozen,
         )  # fmt: skip
         push = self._pushing(push_to)
         made = commit_state(
@@ -107,15 +80,9 @@ class StateVerbs(Opened):
 
     def commit_async(
         self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
-        metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
-        orphan: bool = False, came_from: Revision | None = None, author: str | None = None, meta: Any = None,
-        parents: Sequence[Revision] = (), lineage: Sequence[Lineage] = (),
-        provenance: bool | Mapping[str, Any] = False, frozen: Keys = None, frozen_check: str = "checksum",
-        frozen_audit: float = 0.01, on_conflict: str = "retry",
-        allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
-        on_divergence: str = "raise", sign: KeyFile = None, push_to: str | None = None, num_threads: int | None = None,
-        memory_bytes: int | None = None, staging_bytes: int | None = None, snapshot: str = "copy",
-        worker: str = "thread", max_in_flight: int = 1, progress: Progress | bool = False,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, meta: Any = None, frozen: Keys = None,
+        push_to: str | None = None, snapshot: SnapshotKind = "copy", worker: WorkerKind = "thread",
+        progress: Progress | bool = False, options: CommitOptions | None = None,
     ) -> PendingCommit:  # fmt: skip
         """Begin a commit of `state` as it is now, and return while it goes on in the background.
 
@@ -130,15 +97,11 @@ class StateVerbs(Opened):
 
         Args:
             state: As for `commit`, as are all arguments that are not named here.
-            staging_bytes: Memory that the staged states of this object may take together, on this rank, and that it
-                keeps for the next one. None: half of what is available, shared by the ranks of a machine. A state that
-                is larger is saved in part while the call lasts: it returns as soon as the rest fits.
             snapshot: "copy": the state is copied while the call lasts. "lazy": parameters and optimizer state are
                 copied after it, while the next forward and backward run; the next step of an optimizer waits for
                 that. Who changes them otherwise calls `wait_staged` first: else the commit fails (StateChangedError).
             worker: "thread": the commit is made by a thread of this process. "process": by a process of its own, so
                 that this interpreter is free; one for each repository, on Linux. It ends with this process.
-            max_in_flight: Commits that may be pending, this one included: the call waits until there are fewer.
         Raises:
             BackgroundCommitError: an earlier commit failed, and nobody has heard of it yet; nothing was begun.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
@@ -146,20 +109,14 @@ class StateVerbs(Opened):
             PermissionDeniedError: the repository was opened to be read.
             Whatever else `commit` raises is raised by `result`, for only making the commit shows it.
         """
-        from cas_ckpt.training.background.commits import AsyncOptions
-
-        options = AsyncOptions(staging_bytes, snapshot, worker, max_in_flight, self._ranks.num_neighbours)
         request = self._request(
-            sys._getframe(2), branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-            metrics=metrics, meta=meta, parents=parents, came_from=came_from, lineage=lineage, provenance=provenance,
-            on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check, frozen_audit=frozen_audit,
-            allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, replica_check=replica_check,
-            replica_audit=replica_audit, on_divergence=on_divergence, sign=sign,
+            sys._getframe(2), options, branch=branch, message=message, step=step, metrics=metrics, meta=meta,
+            frozen=frozen, snapshot=snapshot, worker=worker,
         )  # fmt: skip
         push = self._pushing(push_to)
         return self._in_background().commit(
-            state, request, options, peers=self._ranks.background, memory=self._frozen, progress=shown(progress),
-            on_made=push, after=self._in_flight(),
+            state, request, peers=self._ranks.background, num_neighbours=self._ranks.num_neighbours,
+            memory=self._frozen, progress=shown(progress), on_made=push, after=self._in_flight(),
         )  # fmt: skip
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -186,22 +143,21 @@ class StateVerbs(Opened):
         self._background.queue.raise_failure("It was not made: mend the cause, and commit again")
         return done
 
-    def _request(
-        self, caller: FrameType, *, sign: KeyFile, metrics: Mapping[str, float] | None, **given: Any
-    ) -> CommitRequest:
-        """The request of a commit; `caller` is the name of the method."""
+    def _request(self, caller: FrameType, options: CommitOptions | None, **call: Any) -> CommitRequest:
+        """The request of a commit; `caller` is the frame that called the method."""
         from cas_ckpt.ops.commit.request import CommitRequest
 
-        if given["frozen"] is not None and self._frozen is None:
+        if call["frozen"] is not None and self._frozen is None:
             from cas_ckpt.ops.commit.frozen import FrozenMemory
 
             self._frozen = FrozenMemory()
-        return CommitRequest(
-            metrics={} if metrics is None else metrics,
-            sign=given_key(sign) if self._ranks.peers.rank == 0 else None,
+        options = self.commit_options if options is None else options
+        if not isinstance(options, CommitOptions):
+            raise InvalidInputError(f"options is {shown_value(options)}: give CommitOptions")
+        return CommitRequest.of(
+            options, **call, sign=given_key(options.sign) if self._ranks.peers.rank == 0 else None,
             called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
-            **given,
-        )
+        )  # fmt: skip
 
     def _pushing(self, push_to: str | None) -> Callable[[], None] | None:
         """A function that begins a push to the remote `push_to` after a commit; None if there is none to begin."""
@@ -223,8 +179,6 @@ class StateVerbs(Opened):
         atomic: bool = True,
         allow_pickle: bool = False,
         trust: Trusted | None = None,
-        num_threads: int | None = None,
-        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> CheckoutReport:
         """Make `into` what the commit holds, in place: the same objects, the same tensors.
@@ -243,12 +197,11 @@ class StateVerbs(Opened):
                 ranks everything is verified first all the same.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
-            memory_bytes: See `commit`.
         Raises:
             SignatureError: nobody who is trusted signed it; `into` is untouched.
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
             CorruptionError: names the tensor; `into` is untouched, if `atomic`.
-            MemoryBudgetError: `memory_bytes` is too little; `into` is untouched.
+            MemoryBudgetError: the limit of memory is too little; `into` is untouched.
             PartialRestoreError: a target's own `load_state_dict` raised.
             PeerError: another rank failed, is gone, or disagrees.
         """
@@ -257,7 +210,7 @@ class StateVerbs(Opened):
         self._frozen = None  # what was frozen may hold other bytes now, rightly
         return checkout_state(
             self._handle, ref, into=into, strict=strict, keys=keys, atomic=atomic, allow_pickle=allow_pickle,
-            num_threads=num_threads, memory_bytes=memory_bytes, peers=self._ranks.peers, progress=shown(progress),
+            peers=self._ranks.peers, progress=shown(progress),
             trust=given_trust(trust),
         )  # fmt: skip
 
@@ -271,8 +224,6 @@ class StateVerbs(Opened):
         map_location: Any = None,
         allow_pickle: bool = False,
         trust: Trusted | None = None,
-        num_threads: int | None = None,
-        memory_bytes: int | None = None,
         progress: Progress | bool = False,
     ) -> dict[str, Any]:
         """The state of the commit as new objects in nested dicts.
@@ -284,11 +235,10 @@ class StateVerbs(Opened):
             map_location: Another name of `device`, as in `torch.load`.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`.
-            memory_bytes: Most memory that the call takes beyond what it returns; see `commit`.
         Raises:
             SignatureError: nobody who is trusted signed it.
             TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
-            MemoryBudgetError: `memory_bytes` is too little.
+            MemoryBudgetError: the limit of memory is too little.
         """
         from cas_ckpt.training.verbs import load_state
 
@@ -296,7 +246,7 @@ class StateVerbs(Opened):
             raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
         return load_state(
             self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
-            allow_pickle=allow_pickle, num_threads=num_threads, memory_bytes=memory_bytes, progress=shown(progress),
+            allow_pickle=allow_pickle, progress=shown(progress),
             trust=given_trust(trust),
         )  # fmt: skip
 
@@ -338,11 +288,7 @@ class StateVerbs(Opened):
     def import_file(
         self, path: str | PathLike[str], *, message: str | None = None, step: int | None = None,
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
-        create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
-        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
-        sign: KeyFile = None, num_threads: int | None = None, memory_bytes: int | None = None, prefix: str = "",
-        follow_links: bool = False, adapter: str = "default", keep_names: bool = False,
-        progress: Progress | bool = False,
+        prefix: str = "", progress: Progress | bool = False, options: ImportOptions | None = None,
     ) -> ImportInfo:  # fmt: skip
         """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
 
@@ -355,11 +301,7 @@ class StateVerbs(Opened):
                 own, or at `onto`. The default branch, if that has no commit yet.
             onto: What it follows: a branch, or any revision beside `branch`.
             prefix: The key under which everything goes, e.g. "base"; the top if empty.
-            follow_links: Read what symbolic links in a folder lead to outside of it. Those of the
-                Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
-            adapter: What the live PeftModel calls the adapter that a folder of PEFT holds.
-            keep_names: Name tensors as the files do. Else names are those of the live object: with the adapter's name,
-                without the names of wrappers (`_orig_mod.`, `module.`).
+            options: The rest, in place of the `commit_options` of the repository.
         Returns:
             The commit; `renamed` says how names differ from those in the files. `left_out` names each file of a
             folder that is not in it, and why. So does its metadata, under "left_out" (a `meta` that is no dict is
@@ -373,23 +315,24 @@ class StateVerbs(Opened):
 
         if message is None:
             message = f"import {os.fsencode(path).decode(errors='backslashreplace')}"  # not all names are UTF-8
-        request = CommitRequest(
-            branch=branch, create=create, message=message, author=author,
-            step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
-            lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
-            memory_bytes=memory_bytes, sign=given_key(sign),
+        common, reading = (self.commit_options, ImportOptions()) if options is None else (options, options)
+        if not isinstance(reading, ImportOptions):
+            raise InvalidInputError(f"options is {shown_value(options)}: give ImportOptions")
+        request = CommitRequest.of(
+            common, branch=branch, message=message, step=step, metrics=metrics, meta=reading.meta,
+            sign=given_key(common.sign),
         )  # fmt: skip
         with self._turn():
             request = request_on(self._handle, request, onto)
             return import_any(
-                self._handle, path, request, prefix=prefix, follow_links=follow_links, adapter=adapter,
-                keep_names=keep_names, progress=shown(progress),
+                self._handle, path, request, prefix=prefix, follow_links=reading.follow_links, adapter=reading.adapter,
+                keep_names=reading.keep_names, progress=shown(progress),
             )  # fmt: skip
 
     def export(
         self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
         max_shard_bytes: int | None = None, keys: Keys = None, adapter: str | None = None, force: bool = False,
-        trust: Trusted | None = None, memory_bytes: int | None = None, progress: Progress | bool = False,
+        trust: Trusted | None = None, progress: Progress | bool = False,
     ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
@@ -403,9 +346,8 @@ class StateVerbs(Opened):
                 its adapter_config.json under "files", as an import puts it there, or `path` has it already.
             force: Replace files that are there already.
             trust: See `load`.
-            memory_bytes: Most memory that the call takes; see `commit`. A torch file needs all of the state besides.
         Raises:
-            MemoryBudgetError: `memory_bytes` is too little.
+            MemoryBudgetError: the limit of memory is too little.
             ConflictError: a file is there already. UnsupportedValueError: names the key that
                 the format cannot hold. InvalidInputError: no such format.
         """
@@ -413,5 +355,5 @@ class StateVerbs(Opened):
 
         return export_any(
             self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter,
-            force=force, memory_bytes=memory_bytes, progress=shown(progress), trust=given_trust(trust),
+            force=force, progress=shown(progress), trust=given_trust(trust),
         )  # fmt: skip

@@ -165,7 +165,6 @@ class UpkeepVerbs(Opened):
         shard: str | None = None,
         max_duration_s: float | None = None,
         max_age_s: float | None = None,
-        num_threads: int | None = None,
         remote: bool = False,
         progress: Progress | bool = False,
     ) -> FsckReport:
@@ -186,7 +185,7 @@ class UpkeepVerbs(Opened):
         wanted = read_data or subset is not None or shard is not None
         part = None if subset is None else parse_subset(subset)
         own = None if shard is None else parse_shard(shard)
-        data = DataOptions(part, max_duration_s, max_age_s, num_threads, shard=own) if wanted else None
+        data = DataOptions(part, max_duration_s, max_age_s, shard=own) if wanted else None
         return check_open(self._handle, data, remote=remote, progress=shown(progress))
 
     def repair(

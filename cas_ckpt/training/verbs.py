@@ -28,6 +28,7 @@ from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.memory import limits, memory_budget
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
@@ -44,7 +45,7 @@ from cas_ckpt.objects.state import (
     with_tensors,
 )
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors, restore_budget, with_values
+from cas_ckpt.ops.checkout.checkout import check_restore, fetch_on_ranks, fetch_tensors, with_values
 from cas_ckpt.ops.checkout.read import Region, part_of, read_array
 from cas_ckpt.ops.checkout.restores import CHECKOUT, LOAD, RestoreNote, logged
 from cas_ckpt.ops.commit.commit import commit_live
@@ -130,8 +131,6 @@ def checkout_state(
     strict: bool = True,
     keys: str | Sequence[str] | None = None,
     allow_pickle: bool = False,
-    num_threads: int | None = None,
-    memory_bytes: int | None = None,
     peers: Peers = SOLO,
     progress: Progress = SILENT,
     trust: Trust | None = None,
@@ -147,7 +146,7 @@ def checkout_state(
             `overwritten`, which it may if not `atomic`.
         PeerError: another rank failed; what `into` holds on every rank is untouched unless the
             message says otherwise.
-        MemoryBudgetError: `memory_bytes`, beyond what `into` has, is too little.
+        MemoryBudgetError: the limit of memory is too little.
     """
     listed = [keys] if isinstance(keys, str) else keys
     asked = {
@@ -168,8 +167,8 @@ def checkout_state(
     with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
         before = handle.head
         plan, unexpected, tree = _restore(
-            handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
-            memory_bytes=memory_bytes, num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic,
+            handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
+            num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic,
         )  # fmt: skip
     if keys is None:
         handle.head = Head(branch, Digest(found).hex())
@@ -195,8 +194,6 @@ def _restore(
     strict: bool,
     keys: str | Sequence[str] | None,
     allow_pickle: bool,
-    num_threads: int | None,
-    memory_bytes: int | None,
     num_neighbours: int,
     peers: Peers,
     progress: Progress,
@@ -236,13 +233,16 @@ def _restore(
         head = handle.head
         handle.head = UNKNOWN_HEAD if keys is None else replace(head, parts=(*head.parts, row.digest.hex()))
 
-    if num_neighbours > 1:  # they share the cores
-        num_threads = thread_count(num_threads, most=default_threads() // num_neighbours)
-    budget_bytes = restore_budget(memory_bytes, copies, num_ranks=num_neighbours)
-    with naming_forgotten(handle, root):
+    check_restore(copies)
+    # Ranks of one machine share its cores and its memory.
+    num_threads = thread_count(most=default_threads() // num_neighbours)
+    with (
+        limits(memory_bytes=memory_budget(num_ranks=num_neighbours), num_threads=num_threads),
+        naming_forgotten(handle, root),
+    ):
         num_bytes = fetch_on_ranks(
-            handle, copies, peers=peers, num_threads=num_threads, memory_bytes=budget_bytes, progress=progress,
-            on_planned=note.planned, on_verified=on_verified, atomic=atomic,
+            handle, copies, peers=peers, progress=progress, on_planned=note.planned, on_verified=on_verified,
+            atomic=atomic,
         )  # fmt: skip
     plan.finish()
     try:
@@ -264,8 +264,6 @@ def load_state(
     device: Any = None,
     dtype: Any = None,
     allow_pickle: bool = False,
-    num_threads: int | None = None,
-    memory_bytes: int | None = None,
     progress: Progress = SILENT,
     trust: Trust | None = None,
 ) -> dict[str, Any]:
@@ -276,7 +274,7 @@ def load_state(
         dtype: What dense floating-point tensors of torch become; what they were if None.
     Raises:
         InvalidInputError: no such device or dtype. TooLargeError: more bytes than there is memory.
-        MemoryBudgetError: `memory_bytes`, beyond what is returned, is too little.
+        MemoryBudgetError: the limit of memory is too little.
         NotFoundError: no such commit, or a pattern that matches nothing. CorruptionError.
     """
     place = None if device is None else _device(device)
@@ -290,10 +288,8 @@ def load_state(
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)
-            note.num_bytes += fetch_tensors(
-                handle, copies, num_threads=num_threads, memory_bytes=restore_budget(memory_bytes, copies),
-                progress=progress, unseen=True,
-            )  # fmt: skip
+            check_restore(copies)
+            note.num_bytes += fetch_tensors(handle, copies, progress=progress, unseen=True)
 
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         with naming_forgotten(handle, root):

@@ -165,10 +165,10 @@ class Arrivals:
 
     def plan(self, chunks: Sequence[StoredChunk]) -> tuple[list[Unit[Piece]], int]:
         """The units in which these are read, and how many at once."""
-        store, read_bytes = self.source.store, self.options.memory_bytes // 2  # the rest: what of it is decoded
-        limits = limits_of(store, bytes_to_read(chunks), memory_bytes=read_bytes)
+        store, read_bytes = self.source.store, self.options.budget_bytes // 2  # the rest: what of it is decoded
+        limits = limits_of(store, bytes_to_read(chunks), most_bytes=read_bytes)
         units = opening_first(plan_units(wanted_of(chunks), limits))
-        return units, requests_at_once(store, longest_bytes(units), memory_bytes=read_bytes)
+        return units, requests_at_once(store, longest_bytes(units), most_bytes=read_bytes)
 
     @contextmanager
     def opening(self, unit: Unit[Piece]) -> Iterator[None]:
@@ -367,9 +367,9 @@ class Blocks(Arrivals):
 
     def plan(self, chunks: Sequence[StoredChunk]) -> tuple[list[Unit[Piece]], int]:
         """See `Arrivals`: each thread has a block, and as much again for what of it is decoded."""
-        memory_bytes = self.options.memory_bytes
-        at_once = min(IN_FLIGHT + self.options.num_threads, max(1, memory_bytes // (2 * _LEAST_BLOCK_BYTES)))
-        block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, memory_bytes // (2 * at_once)))
+        budget_bytes = self.options.budget_bytes
+        at_once = min(IN_FLIGHT + self.options.num_threads, max(1, budget_bytes // (2 * _LEAST_BLOCK_BYTES)))
+        block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, budget_bytes // (2 * at_once)))
         return plan_units(wanted_of(chunks), ReadLimits(_BLOCK_GAP_BYTES, block_bytes)), at_once
 
     @contextmanager

@@ -164,7 +164,6 @@ def copy_extents(
     *,
     relocate: Relocate,
     num_threads: int,
-    memory_bytes: int | None = None,
     progress: Progress,
     throttle: Throttle,
     on_pack: Callable[[], object],
@@ -172,7 +171,6 @@ def copy_extents(
     """A new pack in `target` for each unit, durable.
 
     Args:
-        memory_bytes: Most memory for what is under way; None: see memory.py.
         relocate: Where a chunk is stored besides the packs that it was looked for in: for one that is damaged, or that
             a collection has moved.
         on_pack: Called, from any thread, whenever a pack has become durable.
@@ -194,7 +192,7 @@ def copy_extents(
 
         return work
 
-    left = memory_budget(memory_bytes) - FIXED_BYTES - target.abilities.in_flight_bytes
+    left = memory_budget() - FIXED_BYTES - target.abilities.in_flight_bytes
     most = min(MAX_COPY_THREADS, left // thread_bytes(target))
     try:
         run_all(_spans(units), make_worker, num_threads=max(1, min(num_threads, most)))

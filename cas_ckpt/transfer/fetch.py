@@ -49,7 +49,7 @@ from cas_ckpt.transfer.chunk_reader import Relocate
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, ReadOptions, StoredChunk, cell_part
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
-from cas_ckpt.transfer.workers import default_threads, run_all
+from cas_ckpt.transfer.workers import run_all, thread_count
 
 WORTH_PROBING_BYTES = 64 * 1024 * 1024
 """From so much on it is looked at whether the page cache has what is read."""
@@ -70,9 +70,7 @@ def fetch_chunks(
     store: Store,
     chunks: Sequence[StoredChunk],
     *,
-    num_threads: int,
     progress: Progress,
-    memory_bytes: int | None = None,
     relocate: Relocate | None = None,
     on_verified: Callable[[], object] = nothing,
     one_pass: bool = False,
@@ -81,8 +79,6 @@ def fetch_chunks(
 
     Args:
         chunks: In the order in which they are stored, see `core.chunks.place_chunks`.
-        num_threads: That hash and copy at one time; how many requests run at one time, the store says.
-        memory_bytes: Most memory that this takes beyond the targets; None: see memory.py.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called before the first target is touched.
         one_pass: The targets may be touched before all is verified: each byte is read once, and verified where it is
@@ -91,8 +87,8 @@ def fetch_chunks(
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched. In one pass: chunks of
             which something may have been written are marked as `touched`.
     """
-    memory_bytes = memory_budget(memory_bytes)
-    options = ReadOptions(threads_within(memory_bytes, chunks, num_threads), memory_bytes, progress, relocate)
+    budget_bytes = memory_budget()
+    options = ReadOptions(threads_within(budget_bytes, chunks, thread_count()), budget_bytes, progress, relocate)
     restored_bytes = sum(chunk.wanted_bytes for chunk in chunks)
     if one_pass:
         on_verified()
@@ -233,7 +229,6 @@ def read_region(
     item_bytes: int,
     chunk_of: Callable[[int], Digest],
     located: Mapping[bytes, Sequence[Location]],
-    memory_bytes: int | None = None,
     relocate: Relocate | None = None,
 ) -> Array:
     """The elements of `region` as a new C-contiguous array of raw items; only the leaves that it touches are read.
@@ -261,10 +256,7 @@ def read_region(
         for chunk in chunks.values():
             filler.fill_once(chunk)
     else:
-        fetch_chunks(
-            store, list(chunks.values()), num_threads=default_threads(), memory_bytes=memory_bytes, progress=SILENT,
-            relocate=relocate, one_pass=True,
-        )  # fmt: skip
+        fetch_chunks(store, list(chunks.values()), progress=SILENT, relocate=relocate, one_pass=True)
     return out
 
 
@@ -291,15 +283,15 @@ LONGEST_BYTES = 4 * 1024 * 1024
 ROUND_COPIES = 4
 
 
-def threads_within(memory_bytes: int, chunks: Sequence[StoredChunk], num_threads: int) -> int:
+def threads_within(budget_bytes: int, chunks: Sequence[StoredChunk], num_threads: int) -> int:
     """So many threads, or as many of them as fit, with these chunks; one always."""
-    left = memory_bytes - FIXED_BYTES - len(chunks) * (ENTRY_BYTES + CHUNK_BYTES)
+    left = budget_bytes - FIXED_BYTES - len(chunks) * (ENTRY_BYTES + CHUNK_BYTES)
     return max(1, min(num_threads, left // max(_thread_bytes(chunks), 1)))
 
 
-def round_bytes(memory_bytes: int, num_chunks: int, *, most: int) -> int:
+def round_bytes(budget_bytes: int, num_chunks: int, *, most: int) -> int:
     """What a rank sends, and gets, in one round: `most`, or what fits."""
-    left = memory_bytes - FIXED_BYTES - num_chunks * (ENTRY_BYTES + CHUNK_BYTES)
+    left = budget_bytes - FIXED_BYTES - num_chunks * (ENTRY_BYTES + CHUNK_BYTES)
     return max(LEAF_BYTES, min(most, left // (2 * ROUND_COPIES)))
 
 

@@ -118,12 +118,12 @@ class ReadOptions:
 
     Attributes:
         num_threads: That hash and copy at one time; how many requests run at one time, the store says.
-        memory_bytes: Most memory that this takes beyond the targets.
+        budget_bytes: Most memory that this takes beyond the targets.
         relocate: Asked when a pack was collected under the restore.
     """
 
     num_threads: int
-    memory_bytes: int
+    budget_bytes: int
     progress: Progress
     relocate: Relocate | None
 

@@ -41,7 +41,7 @@ class SaveMemory:
 
 
 def divide(
-    memory_bytes: int, *, num_threads: int, num_entries: int, num_bytes: int, policy: EncodingPolicy,
+    budget_bytes: int, *, num_threads: int, num_entries: int, num_bytes: int, policy: EncodingPolicy,
     abilities: Abilities, read_bytes: int = 0,
 ) -> SaveMemory:  # fmt: skip
     """The most threads that fit, and then a pack for each of them, or as many as fit; one of each if nothing does.
@@ -53,8 +53,8 @@ def divide(
     """
     each = thread_bytes(policy, read_bytes)
     held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
-    threads = max(1, min(num_threads, (memory_bytes - held) // each))
-    spare = max(0, memory_bytes - held - threads * each)
+    threads = max(1, min(num_threads, (budget_bytes - held) // each))
+    spare = max(0, budget_bytes - held - threads * each)
     return SaveMemory(threads, min(threads, 1 + spare // max(1, abilities.writer_bytes)))
 
 

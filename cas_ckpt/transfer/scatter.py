@@ -52,7 +52,7 @@ from cas_ckpt.transfer.rounds import (
     quota_bytes,
 )
 from cas_ckpt.transfer.sources import STAGED, StagedStore
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.transfer.workers import run_all, thread_count
 
 WORTH_READING = 4
 """A neighbour reads the whole chunk from the cache if it wants at least one part in this many."""
@@ -178,9 +178,7 @@ def verify_and_scatter(
     *,
     fill_rest: Callable[[], None],
     peers: Peers,
-    num_threads: int,
     progress: Progress,
-    memory_bytes: int | None = None,
     relocate: Relocate | None = None,
     budget_bytes: int = BUDGET_BYTES,
     on_verified: Callable[[], object] = nothing,
@@ -192,7 +190,6 @@ def verify_and_scatter(
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Gets the bytes that this rank verifies and of those that it puts into its own targets.
-        memory_bytes: Most memory that this takes on this rank, beyond the targets; None: see memory.py.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called before the first target is touched, once all ranks have verified.
     Raises:
@@ -200,9 +197,9 @@ def verify_and_scatter(
         PeerError: another rank failed; its message says whether targets may have been touched.
         The caller calls `peers.fail` for what it gets from here.
     """
-    memory_bytes = memory_budget(memory_bytes)
-    options = ReadOptions(threads_within(memory_bytes // 2, chunks, num_threads), memory_bytes, progress, relocate)
-    budget_bytes = round_bytes(memory_bytes, len(chunks), most=budget_bytes)
+    most_bytes = memory_budget()
+    options = ReadOptions(threads_within(most_bytes // 2, chunks, thread_count()), most_bytes, progress, relocate)
+    budget_bytes = round_bytes(most_bytes, len(chunks), most=budget_bytes)
     with sourced(store, chunks, options) as (source, options):
         # Ranks keep a disk busy together: what each of them announces only makes the others wait (decision 006).
         verify_chunks(source, chunks, options, announced=peers.size == 1)

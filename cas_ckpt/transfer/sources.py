@@ -55,23 +55,23 @@ GAP_BYTES = 128 * 1024
 _SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
 
 
-def limits_of(store: Store, total_bytes: int | None = None, *, memory_bytes: int = IN_FLIGHT_BYTES) -> ReadLimits:
+def limits_of(store: Store, total_bytes: int | None = None, *, most_bytes: int = IN_FLIGHT_BYTES) -> ReadLimits:
     """Limits of reads over a network; docs/decisions/011 has the measurements.
 
     Args:
         total_bytes: What will be read, if that is known: as many requests as are of use at once get a share of it.
-        memory_bytes: Most that is read at one time.
+        most_bytes: Most that is read at one time.
     """
     parallel = max(store.abilities.parallel, 1)
-    span_bytes = min(memory_bytes, IN_FLIGHT_BYTES) // parallel
+    span_bytes = min(most_bytes, IN_FLIGHT_BYTES) // parallel
     if total_bytes is not None:
         span_bytes = min(span_bytes, total_bytes // parallel)
     return ReadLimits(GAP_BYTES, max(_SHORTEST_SPAN_BYTES, min(span_bytes, _LONGEST_SPAN_BYTES)))
 
 
-def requests_at_once(store: Store, unit_bytes: int = 0, *, memory_bytes: int = IN_FLIGHT_BYTES) -> int:
+def requests_at_once(store: Store, unit_bytes: int = 0, *, most_bytes: int = IN_FLIGHT_BYTES) -> int:
     """How many reads of so many bytes run at one time: as many as are of use to the store, in bounded memory."""
-    most_bytes = min(memory_bytes, IN_FLIGHT_BYTES)
+    most_bytes = min(most_bytes, IN_FLIGHT_BYTES)
     return max(1, min(store.abilities.parallel, most_bytes // max(unit_bytes, 1)))
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import whole_number
-from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.memory import current_limits, inheriting
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -31,17 +30,13 @@ def default_threads() -> int:
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
-def thread_count(asked: int | None, *, most: int | None = None) -> int:
-    """The threads that a caller asked for; for None and 0 `default_threads`, or fewer.
+def thread_count(*, most: int | None = None) -> int:
+    """The threads that `cas_ckpt.limits` allows; where it says nothing `default_threads`, or fewer.
 
     Args:
         most: So many are of use here, if nobody asked for more; one is always.
-    Raises:
-        InvalidInputError: not a whole number from 0 on.
     """
-    number = 0 if asked is None else whole_number(asked)
-    if number is None or number < 0:
-        raise InvalidInputError(f"num_threads is {shown_value(asked)}: give a whole number; 0 or None: one per core")
+    number = current_limits().num_threads
     if number:
         return number
     return default_threads() if most is None else max(1, min(default_threads(), most))
@@ -115,7 +110,7 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
     threads = []
     try:
         for number in range(1, len(first)):
-            threads.append(threading.Thread(target=loop, name=f"cas-ckpt-{number}", daemon=True))
+            threads.append(threading.Thread(target=inheriting(loop), name=f"cas-ckpt-{number}", daemon=True))
             start(threads[-1])
         loop()
     except BaseException as error:  # noqa: BLE001 - a signal, or no thread to be had: the others stop first
@@ -155,7 +150,7 @@ class _Call(Generic[T]):
         self._call = call
         self._results: list[T] = []
         self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=inheriting(self._run), name=name, daemon=True)
         start(self._thread)
 
     def _run(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.cli.command import Settings
 from cas_ckpt.cli.main import cli
 from tests.cli.running import call, ok
@@ -28,10 +28,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = {"w": changed, "b": torch.zeros(5), "new": torch.ones(700)}
     second = {"model": model, "step": 2, "bad\n": "\x1b[1m", "e": {}}
     with Repository.init(folder) as repo:
-        repo.commit(first, message="first\n\nat length", step=1, metrics={"loss": 2.5}, author="ann")
+        repo.commit(
+            first, message="first\n\nat length", step=1, metrics={"loss": 2.5}, options=CommitOptions(author="ann")
+        )
         repo.tag("v1")
-        repo.commit(second, message="second", step=2, metrics={"loss": 2.25, "acc": 0.5}, author="ann")
-        repo.commit(second, message="same", step=2, author="ann")
+        repo.commit(
+            second, message="second", step=2, metrics={"loss": 2.25, "acc": 0.5}, options=CommitOptions(author="ann")
+        )
+        repo.commit(second, message="same", step=2, options=CommitOptions(author="ann"))
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cas_ckpt import Lineage, Repository, clock
+from cas_ckpt import CommitOptions, Lineage, Repository, clock
 from tests.cli.running import call, ok
 
 NOON = 1_795_262_400.0
@@ -21,19 +21,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("read") / "repo"
     hour = [0]
     with clock.fixed(lambda: NOON + 3600 * hour[0]), Repository.init(folder) as repo:
-        repo.commit(state(0), message="first", step=1, metrics={"loss": 2.5}, author="ann")
+        repo.commit(state(0), message="first", step=1, metrics={"loss": 2.5}, options=CommitOptions(author="ann"))
         repo.branch("ft")
         hour[0] = 1
-        repo.commit(state(1), message="second", step=2, metrics={"loss": 1.5, "acc": 0.5}, author="ann")
+        repo.commit(
+            state(1), message="second", step=2, metrics={"loss": 1.5, "acc": 0.5}, options=CommitOptions(author="ann")
+        )
         hour[0] = 2
         Repository.open(folder).commit(
-            state(2), message="tuned", branch="ft", author="bob", metrics={"loss": 1.0},
-            lineage=[Lineage("fine-tune-of", "main~1", {"data": "v2"})], provenance={"data_version": "v2"},
+            state(2), message="tuned", branch="ft", metrics={"loss": 1.0}, options=CommitOptions(
+                author="bob", lineage=[Lineage("fine-tune-of", "main~1", {"data": "v2"})],
+                provenance={"data_version": "v2"},
+            ),
         )  # fmt: skip
         hour[0] = 3
-        repo.commit(state(3), message="third", step=3, metrics={"loss": 1.25}, author="ann")
+        repo.commit(state(3), message="third", step=3, metrics={"loss": 1.25}, options=CommitOptions(author="ann"))
         hour[0] = 4
-        repo.commit(state(4), message="joined", author="bob", parents=["ft"])
+        repo.commit(state(4), message="joined", options=CommitOptions(author="bob", parents=["ft"]))
         repo.tag("v1", "main~1", message="as released\nwith more")
         repo.pin("main~2", name="paper", reason="table 2")
     return folder
@@ -131,7 +135,7 @@ def test_merge_base_prints_where_histories_meet(place: Path) -> None:
 
 def test_merge_base_of_strangers_is_empty(own: Path) -> None:
     with Repository.open(own) as repo:
-        repo.commit(state(2), branch="alone", orphan=True)
+        repo.commit(state(2), branch="alone", options=CommitOptions(orphan=True))
     assert call("-C", own, "merge-base", "alone", "main") == call("-C", own, "merge-base", "--all", "main", "alone")
     assert call("-C", own, "merge-base", "alone", "main").code == 1
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.cli.main import PLACES
 from tests.cli.running import environment, run
 from tests.signing.keys import key_file, public_line
@@ -86,7 +86,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     with Repository.init(folder / "repo") as repo:
         (folder / "allowed").write_text(public_line())
-        repo.commit({"w": torch.ones(30, 40)}, message="one", metrics={"loss": 1.0}, sign=key_file())
+        repo.commit(
+            {"w": torch.ones(30, 40)}, message="one", metrics={"loss": 1.0}, options=CommitOptions(sign=key_file())
+        )
         repo.tag("v1")
         repo.pin("v1", name="paper")
     save_file({"w": torch.ones(3)}, folder / "model.safetensors")

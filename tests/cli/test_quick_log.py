@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt import AmbiguousIdError, Lineage, Repository, clock
+from cas_ckpt import AmbiguousIdError, CommitOptions, Lineage, Repository, clock
 from cas_ckpt.cli.log import names_of_commits
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
@@ -50,7 +50,11 @@ def grown(folder: Path, seed: int, *, commits: int = 25, merges: bool = True) ->
         repo.branch("b2", start="main", force=True)
         repo.tag("v1", "main~1")
         repo.pin("main~2", name="paper")
-        repo.commit({"w": np.zeros(3, np.float32)}, branch="b1", lineage=[Lineage("fine-tune-of", "main")])
+        repo.commit(
+            {"w": np.zeros(3, np.float32)},
+            branch="b1",
+            options=CommitOptions(lineage=[Lineage("fine-tune-of", "main")]),
+        )
         heads = {*repo.branches().values(), *repo.tags().values(), repo.log("main")[2].id}
         plain = [each.id for each in repo.log("main") if each.id not in heads]
         given_up = [one for one in plain[2:6:2] if one not in {pin.commit for pin in repo.pins()}]

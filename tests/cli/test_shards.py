@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.spec import Mesh, Placement
@@ -28,7 +28,8 @@ def commit_by(path: Path, size: int, message: str, placed: dict[str, Placement])
         handle = RepositoryHandle.open(path)
         state = state_of(items, placed, peers.rank)
         try:
-            commit_tree(handle, state, CommitRequest(message=message, num_threads=1), peers=peers)
+            with limits(num_threads=1):
+                commit_tree(handle, state, CommitRequest(message=message), peers=peers)
         finally:
             handle.close()
 

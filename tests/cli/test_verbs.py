@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.records import CommitInfo
 from tests.cli.running import Ran, call, ok
 
@@ -19,12 +19,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository that nobody changes: two commits on main, one on ft, a tag."""
     folder = tmp_path_factory.mktemp("read") / "repo"
     with Repository.init(folder) as repo:
-        repo.commit(state(0), message="first\n\nat length", step=1, metrics={"loss": 2.5}, author="ann")
+        repo.commit(
+            state(0), message="first\n\nat length", step=1, metrics={"loss": 2.5}, options=CommitOptions(author="ann")
+        )
         repo.tag("v1")
         repo.branch("ft")
-        repo.commit(state(1), message="second", author="ann")
+        repo.commit(state(1), message="second", options=CommitOptions(author="ann"))
     with Repository.open(folder) as other:
-        other.commit(state(2), message="tuned", branch="ft", author="bob", meta={"lr": 0.1})
+        other.commit(state(2), message="tuned", branch="ft", options=CommitOptions(author="bob"), meta={"lr": 0.1})
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import read_gc_state, swap_gc_state
@@ -116,7 +116,7 @@ ASKING: dict[str, Callable[[Repository], object]] = {
     "branch": lambda repo: repo.branch("new", start="main~1"),
     "tag": lambda repo: repo.tag("new", "main~1"),
     "pin": lambda repo: repo.pin("main~1"),
-    "commit": lambda repo: repo.commit({"x": 5}, branch="new", parents=["main~1"]),
+    "commit": lambda repo: repo.commit({"x": 5}, branch="new", options=CommitOptions(parents=["main~1"])),
 }
 
 

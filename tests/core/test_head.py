@@ -11,6 +11,7 @@ import pytest
 
 from cas_ckpt import (
     CommitInfo,
+    CommitOptions,
     ConflictError,
     CorruptionError,
     Head,
@@ -175,14 +176,14 @@ def test_a_branch_that_the_state_already_contains_is_moved_forward(repo: Reposit
 def test_a_declared_merge_goes_on_top_of_a_branch_that_went_elsewhere(repo: Repository) -> None:
     commits = history(repo)
     repo.checkout("main~2", into={"x": 0})
-    made = repo.commit({"x": 9}, branch="main", parents=[commits[1]])
+    made = repo.commit({"x": 9}, branch="main", options=CommitOptions(parents=[commits[1]]))
     assert parents(made) == [commits[-1].id, commits[1].id]
 
 
 def test_a_declared_lineage_goes_on_top_of_a_branch_that_went_elsewhere(repo: Repository) -> None:
     commits = history(repo)
     repo.checkout("main~2", into={"x": 0})
-    made = repo.commit({"x": 9}, branch="main", lineage=[Lineage("reverted-to", commits[1].id)])
+    made = repo.commit({"x": 9}, branch="main", options=CommitOptions(lineage=[Lineage("reverted-to", commits[1].id)]))
     assert parents(made) == [commits[-1].id]
     assert made.lineage == (Lineage("reverted-to", commits[1].id),)
 
@@ -208,7 +209,7 @@ def test_on_conflict_raise_sees_what_others_committed_since_the_checkout(repo: R
     with again(repo) as other:
         theirs = other.commit({"x": "theirs"})
     with pytest.raises(ConflictError, match="moved"):
-        repo.commit({"x": 9}, on_conflict="raise")
+        repo.commit({"x": 9}, options=CommitOptions(on_conflict="raise"))
     assert repo.branches() == {"main": theirs.id}
 
 
@@ -246,7 +247,7 @@ def test_a_branch_that_was_moved_onto_another_history_is_not_gone_on_with(repo: 
     commits = history(repo)
     repo.checkout("main", into={"x": 0})
     with again(repo) as other:
-        foreign = other.commit({"x": "foreign"}, branch="other", orphan=True)
+        foreign = other.commit({"x": "foreign"}, branch="other", options=CommitOptions(orphan=True))
         other.branch("main", start=foreign, force=True)
     with pytest.raises(ConflictError, match="does not follow"):
         repo.commit({"x": 9})
@@ -264,7 +265,7 @@ def test_a_branch_that_was_moved_to_a_sibling_is_not_gone_on_with_either(repo: R
         other.commit({"x": "instead"})
     with pytest.raises(ConflictError, match=commits[-1].short_id):
         repo.commit({"x": 9})
-    made = repo.commit({"x": 9}, parents=[commits[-1]])
+    made = repo.commit({"x": 9}, options=CommitOptions(parents=[commits[-1]]))
     assert parents(made)[1:] == [commits[-1].id]
 
 
@@ -284,19 +285,19 @@ def test_a_state_may_say_where_it_came_from(repo: Repository) -> None:
     commits = history(repo)
     repo.branch("ft", start="main~2")
     state = repo.load("ft")
-    made = repo.commit(state, came_from="ft")
+    made = repo.commit(state, options=CommitOptions(came_from="ft"))
     assert (parents(made), repo.head) == ([commits[1].id], Head("ft", made.id))
-    made = repo.commit_async(state, branch="again", came_from=commits[2]).result()
+    made = repo.commit_async(state, branch="again", options=CommitOptions(came_from=commits[2])).result()
     assert (parents(made), repo.head) == ([commits[2].id], Head("again", made.id))
     with pytest.raises(ConflictError, match=commits[0].short_id):
-        repo.commit(state, branch="main", came_from="main~3")
+        repo.commit(state, branch="main", options=CommitOptions(came_from="main~3"))
     assert repo.branches()["main"] == commits[-1].id
     with pytest.raises(NotFoundError):
-        repo.commit(state, came_from="nothing")
+        repo.commit(state, options=CommitOptions(came_from="nothing"))
     with again(repo) as fresh:  # on the default branch, of unknown origin
-        assert parents(fresh.commit(state, came_from=commits[-1])) == [commits[-1].id]
+        assert parents(fresh.commit(state, options=CommitOptions(came_from=commits[-1]))) == [commits[-1].id]
         with pytest.raises(ConflictError):
-            fresh.commit(state, came_from=commits[1])
+            fresh.commit(state, options=CommitOptions(came_from=commits[1]))
 
 
 # ---------------------------------------------------------------- states that are restored in parts
@@ -389,7 +390,7 @@ def test_a_name_that_is_nearly_that_of_a_branch_begins_nothing(repo: Repository,
     with pytest.raises(InvalidInputError, match="did you mean 'main'.*create=True"):
         repo.commit({"x": 2}, branch=typo)
     assert list(repo.branches()) == ["main"]
-    made = repo.commit({"x": 2}, branch=typo, create=True)
+    made = repo.commit({"x": 2}, branch=typo, options=CommitOptions(create=True))
     assert parents(made) == [repo.branches()["main"]]
 
 
@@ -412,7 +413,7 @@ def test_a_state_of_unknown_origin_begins_no_branch_beside_a_history(repo: Repos
         for way in ("orphan=True", "repo.branch(", "repo.checkout("):
             assert way in str(caught.value)
         assert list(fresh.branches()) == ["main"]
-        assert parents(fresh.commit({"x": 2}, branch="ft", orphan=True)) == []
+        assert parents(fresh.commit({"x": 2}, branch="ft", options=CommitOptions(orphan=True))) == []
         assert fresh.head.branch == "ft"
 
 
@@ -425,12 +426,12 @@ def test_the_default_branch_is_no_orphan_either(repo: Repository) -> None:
 def test_an_orphan_has_no_parent_though_something_was_checked_out(repo: Repository) -> None:
     history(repo)
     repo.checkout("main", into={"x": 0})
-    assert parents(repo.commit({"x": 2}, branch="other", orphan=True)) == []
+    assert parents(repo.commit({"x": 2}, branch="other", options=CommitOptions(orphan=True))) == []
 
 
 def test_given_parents_begin_a_branch(repo: Repository) -> None:
     commits = history(repo)
-    made = repo.commit({"x": 2}, branch="soup", parents=["main", "main~1"])
+    made = repo.commit({"x": 2}, branch="soup", options=CommitOptions(parents=["main", "main~1"]))
     assert parents(made) == [commits[-1].id, commits[-2].id]
 
 

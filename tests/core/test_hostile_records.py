@@ -20,9 +20,9 @@ from cas_ckpt.core.ref_store import RefStore
 from cas_ckpt.core.refs import MAX_LOG, Generation, Move, RefKind, ref_key
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, TooLargeError
+from cas_ckpt.memory import limits
 from cas_ckpt.objects import digest as digests
 from cas_ckpt.objects.digest import MAGIC, Digest, object_id, pack_canonical, seal, unpack_canonical, unseal
-from cas_ckpt.objects.limits import limits
 from cas_ckpt.storage import store as stores
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore

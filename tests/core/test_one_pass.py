@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.refs import UNKNOWN_HEAD
@@ -200,8 +200,12 @@ def test_a_tensor_of_which_several_ranks_wrote_parts_is_named_if_one_part_is_dam
     for pack, info in found:
         flip(pack, info.end - 1)
         target = {"w": np.full(rows.shape, 7, np.float32)}
-        with Repository.open(tmp_path / "repo", group=None) as repo, pytest.raises(CorruptionError) as caught:
-            repo.checkout("main", into=target, atomic=False, num_threads=1)
+        with (
+            Repository.open(tmp_path / "repo", group=None) as repo,
+            pytest.raises(CorruptionError) as caught,
+            limits(num_threads=1),
+        ):
+            repo.checkout("main", into=target, atomic=False)
         _check_overwritten(caught.value, target)
         flip(pack, info.end - 1)
 
@@ -221,8 +225,8 @@ def test_no_more_than_two_blocks_are_on_their_way_at_a_time(
 
     monkeypatch.setattr(FileStore, "read_past_cache", waiting)
     monkeypatch.setattr(arrivals, "BLOCK_BYTES", 1 << 20)
-    with Repository.open(made, group=None) as repo:
-        repo.checkout("main", into=(target := blank()), atomic=False, num_threads=6)
+    with Repository.open(made, group=None) as repo, limits(num_threads=6):
+        repo.checkout("main", into=(target := blank()), atomic=False)
     assert third.broken
     assert all(torch.equal(target[name], tensor) for name, tensor in STATE.items())
 
@@ -320,7 +324,7 @@ def test_a_checkout_that_is_atomic_touches_nothing_where_one_pass_does(made: Pat
         with pytest.raises(CorruptionError) as caught:
             repo.checkout("main", into=target)
         assert not caught.value.overwritten and all((tensor == 7).all() for tensor in target.values())
-        with pytest.raises(CorruptionError) as caught:
-            repo.checkout("main", into=target, atomic=False, num_threads=1)
+        with pytest.raises(CorruptionError) as caught, limits(num_threads=1):
+            repo.checkout("main", into=target, atomic=False)
     assert caught.value.overwritten
     _check_overwritten(caught.value, target)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -75,7 +75,7 @@ def test_the_cases_here_cover_every_effect_of_a_commit_in_the_background(staging
     repo, effects = opened(begun())
     repo.checkout("main", into=state_of(2))
     before = effects.count
-    repo.commit_async(state_of(2), staging_bytes=staging_bytes).result()
+    repo.commit_async(state_of(2), options=CommitOptions(staging_bytes=staging_bytes)).result()
     assert 8 <= effects.count - before <= MOST_EFFECTS
     repo.close()
 
@@ -87,7 +87,9 @@ def test_dying_at_any_effect_loses_nothing(k: int, plan: Any) -> None:
     repo, effects = opened(inner, plan(k))
     head = None
     try:
-        pending = repo.commit_async(state, step=2, branch="main", on_conflict="retry", staging_bytes=1_500_000)
+        pending = repo.commit_async(
+            state, step=2, branch="main", options=CommitOptions(on_conflict="retry", staging_bytes=1_500_000)
+        )
         spoil(state)
         head = pending.result().step
     except CrashNow:
@@ -146,7 +148,7 @@ def path(tmp_path: Path) -> Path:
 def test_the_interpreter_ends_after_what_is_pending_and_says_so(path: Path) -> None:
     done = run(path, """
         import cas_ckpt.training.verbs
-        repo.commit_async(state, step=2, branch="main", create=True, orphan=False)
+        repo.commit_async(state, step=2, branch="main", options=cas_ckpt.CommitOptions(create=True))
         spoil(state)
     """)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -186,7 +188,7 @@ def test_a_child_has_nothing_of_its_parents_pending_commits(path: Path) -> None:
             with Repository.open(sys.argv[1], group=None) as own:
                 own.checkout("main", into=state_of(5))
                 own.commit_async(state_of(3), step=3, branch="child").result()
-            repo.commit(state_of(4), step=4, branch="heir", orphan=True)
+            repo.commit(state_of(4), step=4, branch="heir", options=cas_ckpt.CommitOptions(orphan=True))
             sys.exit(0)  # as ends that run what is left to be done at the end
         assert os.waitpid(pid, 0)[1] == 0
         repo._committing.release()

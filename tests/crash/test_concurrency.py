@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.index import Index
 from cas_ckpt.ops.commit import request
@@ -61,7 +61,9 @@ def test_threads_commit_to_branches_of_their_own(url: str) -> None:
 
     def work(thread: int) -> None:
         for number in range(NUM_COMMITS):
-            handles[thread].commit(state(10 * thread + number), branch=f"b{thread}", step=number, orphan=True)
+            handles[thread].commit(
+                state(10 * thread + number), branch=f"b{thread}", step=number, options=CommitOptions(orphan=True)
+            )
             assert holds(repo, f"b{thread}", 10 * thread + number)
 
     in_threads(work)

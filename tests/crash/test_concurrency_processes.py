@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
 from tests.processes import PIPE, Forked
@@ -25,7 +25,7 @@ def create_branches(path: Path, number: int) -> None:
     """Commit to branches that are not there yet, and create others at old commits."""
     for name in NAMES:
         with Repository.open(path) as repo:
-            info = repo.commit({"w": tensor(number)}, branch=name, step=number, orphan=True)
+            info = repo.commit({"w": tensor(number)}, branch=name, step=number, options=CommitOptions(orphan=True))
             print("committed", name, info.id)
             try:
                 print("created", f"fork-of-{name}", repo.branch(f"fork-of-{name}", start=info.id))

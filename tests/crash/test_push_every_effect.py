@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.forgotten import RELEASED_PREFIX, read_released, write_released
@@ -82,7 +82,8 @@ def opened(store: object) -> RepositoryHandle:
 def send_all(ours: RepositoryHandle, theirs: RepositoryHandle, branches: list[str]) -> SyncReport:
     targets = {name: ours.refs.get(RefKind.BRANCH, name).target for name in branches}
     updates = [RefUpdate(RefKind.BRANCH, name, target) for name, target in targets.items()]
-    return send(ours, theirs, updates, SendOptions("push", num_threads=2), near=ours)
+    with limits(num_threads=2):
+        return send(ours, theirs, updates, SendOptions("push"), near=ours)
 
 
 class Push:

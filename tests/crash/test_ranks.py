@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cas_ckpt import limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -45,7 +46,8 @@ class Rig:
         def work(peers: Peers) -> Any:
             handle = self.open(effects if peers.rank == victim else None)
             state = state_of(AFTER, PLACEMENTS, peers.rank)
-            return commit_tree(handle, state, CommitRequest(num_threads=1), peers=peers)
+            with limits(num_threads=1):
+                return commit_tree(handle, state, CommitRequest(), peers=peers)
 
         return run_ranks(SIZE, work, timeout_s=10, outcomes=True), effects
 

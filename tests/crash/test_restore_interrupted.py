@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, StorageError, TooLargeError
@@ -81,8 +81,8 @@ def repository(store: FileStore) -> Repository:
 
 def num_reads(place: Path) -> int:
     store = StoreThatFails(place, 10**9, CrashNow)
-    with repository(store) as repo:
-        repo.checkout(into=state(2), num_threads=1)
+    with repository(store) as repo, limits(num_threads=1):
+        repo.checkout(into=state(2))
     return store.reads
 
 
@@ -104,8 +104,8 @@ def test_whatever_ends_the_reading_leaves_the_target_or_makes_it_whole_again(
         into = state(2)
         store = StoreThatFails(place, allowed, failure)
         raised = TooLargeError if failure is MemoryError else type(failure())
-        with repository(store) as repo, pytest.raises(raised):
-            repo.checkout(into=into, num_threads=num_threads)
+        with repository(store) as repo, pytest.raises(raised), limits(num_threads=num_threads):
+            repo.checkout(into=into)
         if not store.copying:
             verified += 1
             assert content(into) == content(state(2))
@@ -122,8 +122,8 @@ def test_a_failure_names_the_tensor_that_was_being_read(place: Path) -> None:
     messages = []
     for allowed in range(num_reads(place)):
         store = StoreThatFails(place, allowed, lambda: StorageError("I/O error"))
-        with repository(store) as repo, pytest.raises(StorageError) as raised:
-            repo.checkout(into=state(2), num_threads=1)
+        with repository(store) as repo, pytest.raises(StorageError) as raised, limits(num_threads=1):
+            repo.checkout(into=state(2))
         messages.append(str(raised.value))
     assert {message.split(":")[0] for message in messages} >= {"a", "b", "c", "model/weight"}
 

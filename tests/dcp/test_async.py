@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cas_ckpt import CommitInfo, Repository
+from cas_ckpt import CommitInfo, CommitOptions, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.dcp.storage.group import Save
 from cas_ckpt.errors import InvalidInputError
@@ -113,7 +113,7 @@ def _commit_async(repo: Repository) -> CommitInfo:
 
 
 def _commit_what_does_not_fit(repo: Repository) -> CommitInfo:
-    return repo.commit_async({"w": torch.zeros(400_000)}, step=2, staging_bytes=0).result(60)
+    return repo.commit_async({"w": torch.zeros(400_000)}, step=2, options=CommitOptions(staging_bytes=0)).result(60)
 
 
 def _commit_in_the_save(repo: Repository) -> CommitInfo:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, with_names
 from tests.dcp.states import alone, load, save
 from tests.training.test_forms import Doubling, Old, layout_of
@@ -30,7 +30,7 @@ def loaded(value: Any) -> float:
 
 @pytest.mark.parametrize("how", ["CasSavePlanner", "flat", "async"])
 def test_a_save_notes_the_versions_that_a_commit_notes(repo: Repository, how: str) -> None:
-    repo.commit(state(Old), branch="natively", create=True)
+    repo.commit(state(Old), branch="natively", options=CommitOptions(create=True))
     writer = CasStorageWriter(repo, branch="main", create=True)
     if how == "async":
         with alone():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import resolve
@@ -72,7 +72,8 @@ def test_every_box_gets_its_elements(place: Path, boxes: list[tuple[str, Box]]) 
     with Repository.open(place) as repo:
         targets = [torch.zeros(box.sizes, dtype=STATE[key].dtype) for key, box in boxes]
         reads = [read_of(repo._handle, key, box, at) for (key, box), at in zip(boxes, targets, strict=True)]
-        fetch_tensors(repo._handle, reads, num_threads=2)
+        with limits(num_threads=2):
+            fetch_tensors(repo._handle, reads)
     for (key, box), found in zip(boxes, targets, strict=True):
         assert torch.equal(found, STATE[key][box.slices])
 
@@ -82,7 +83,8 @@ def test_a_few_elements_cost_leaves_not_chunks(counting: tuple[RepositoryHandle,
     target = torch.zeros(1, 10, dtype=torch.int32)
     read = read_of(handle, "wide", Box((700, 5), (1, 10)), target)
     store.reset()
-    fetch_tensors(handle, [read], num_threads=1)
+    with limits(num_threads=1):
+        fetch_tensors(handle, [read])
     assert torch.equal(target, STATE["wide"][700:701, 5:15])
     assert store.bytes_read < 4 * 64 * 1024 < STATE["wide"].nbytes / 50
 
@@ -96,7 +98,8 @@ def test_a_chunk_that_many_boxes_want_is_read_once(counting: tuple[RepositoryHan
         for (key, at), target in zip(boxes, targets, strict=True)
     ]
     store.reset()
-    fetch_tensors(handle, reads, num_threads=2)
+    with limits(num_threads=2):
+        fetch_tensors(handle, reads)
     assert all(torch.equal(found, STATE["wide"][at : at + 750]) for (_, at), found in zip(boxes, targets, strict=True))
     # Verified once and copied once, and a little for headers and nodes.
     assert store.bytes_read < 2.1 * STATE["wide"].nbytes
@@ -115,7 +118,7 @@ def test_damage_is_found_before_any_target_is_touched(place: Path, sizes: tuple[
         at = bytes(store.inner.get_range(name, 0, store.inner.head(name))).find(wide)
         if at >= 0:
             store.damage[name] = flip_bit(at + 4)
-    with pytest.raises(CorruptionError, match="wide: chunk"):
-        fetch_tensors(handle, reads, num_threads=2)
+    with pytest.raises(CorruptionError, match="wide: chunk"), limits(num_threads=2):
+        fetch_tensors(handle, reads)
     assert not whole.any() and not part.any()
     handle.close()

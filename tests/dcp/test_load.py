@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.dcp import CasLoadPlanner, CasStorageReader, CasStorageWriter
@@ -210,8 +210,8 @@ def test_head_is_unknown_once_a_load_that_fails_has_written_into_a_tensor(repo: 
             store.allowed, store.reads = allowed, 0
             handle.head = Head("main", "11" * 32)
             target = {name: torch.zeros(200_000) for name in "ab"}
-            with suppress(CheckpointException):
-                load(target, CasStorageReader(handle, num_threads=1))
+            with suppress(CheckpointException), limits(num_threads=1):
+                load(target, CasStorageReader(handle))
             return sorted(bool(tensor.any()) for tensor in target.values())
 
         assert loaded(1 << 30) == [True, True]

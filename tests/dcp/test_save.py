@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core import host_cache
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, StoredEntry
@@ -155,7 +155,8 @@ def test_an_error_of_the_medium_fails_the_save_and_leaves_the_branch(tmp_path: P
     for effects in range(1, 100, 2):
         store = FaultyStore(FileStore(tmp_path / "repo"), no_space_from(effects))
         handle = RepositoryHandle.on_store(store, index_url=":memory:")
-        error = error_of_saving(state, CasStorageWriter(handle, num_threads=num_threads))
+        with limits(num_threads=num_threads):
+            error = error_of_saving(state, CasStorageWriter(handle))
         handle.close()
         with Repository.open(tmp_path / "repo") as repo:
             if error is None:

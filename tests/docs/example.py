@@ -17,11 +17,11 @@ from cas_ckpt.storage import probe
 
 PROGRAM = """
 import torch
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 
 with Repository.init("memory://example", encoding="raw", group=None) as repo:
     state = {"step": 7, "w": torch.ones(300), "b": torch.tensor([1.0, -2.0])}
-    repo.commit(state, step=7, message="first", author="me")
+    repo.commit(state, step=7, message="first", options=CommitOptions(author="me"))
 """
 
 Line = tuple[bytes, str]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt import CommitInfo, Lineage, Repository
+from cas_ckpt import CommitInfo, CommitOptions, Lineage, Repository
 from cas_ckpt.cli.output import plain
 from tests.cli.running import call
 
@@ -35,7 +35,11 @@ def make(path: Path) -> None:
     with Repository.init(path) as repo:
         for step in range(3):
             repo.commit({"w": np.arange(5000.0) + step}, message="m", step=step, metrics={"loss": float(step)})
-        repo.commit({"w": np.zeros(5000)}, branch="ft", parents=["main~1"], lineage=[Lineage("fine-tune-of", "main")])
+        repo.commit(
+            {"w": np.zeros(5000)},
+            branch="ft",
+            options=CommitOptions(parents=["main~1"], lineage=[Lineage("fine-tune-of", "main")]),
+        )
         repo.load("main")
         repo.tag("v1", message="as released")
         repo.pin("main~1", name="paper")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt import clock
+from cas_ckpt import clock, limits
 from cas_ckpt.cli.main import main
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
@@ -174,8 +174,9 @@ def make_example(path: Path, *, index_url: str | None = None) -> None:
     def save(size: int, items: dict[str, Any], placed: dict[str, Placement], at_s: float, **request: Any) -> None:
         def work(peers: Peers) -> None:
             with closing(RepositoryHandle.open(path, index_url=index_url)) as handle:
-                asked = CommitRequest(num_threads=1, author="ann", **request)
-                commit_tree(handle, state_of(items, placed, peers.rank), asked, peers=peers)
+                asked = CommitRequest(author="ann", **request)
+                with limits(num_threads=1):
+                    commit_tree(handle, state_of(items, placed, peers.rank), asked, peers=peers)
 
         with clock.fixed(lambda: at_s):
             work(SOLO) if size == 1 else run_ranks(size, work, timeout_s=60)

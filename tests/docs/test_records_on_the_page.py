@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from cas_ckpt import Policy, Repository
+from cas_ckpt import CommitOptions, Policy, Repository
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import unpack_canonical
@@ -65,7 +65,7 @@ def fill(repo: Repository, folder: Path) -> None:
     key = key_file()
     repo.set_signers("release/*", [public_line()])
     for step in range(4):
-        repo.commit({"w": np.arange(30_000.0) + step}, step=step, sign=key)
+        repo.commit({"w": np.arange(30_000.0) + step}, step=step, options=CommitOptions(sign=key))
     repo.tag("v1", message="as released", sign=key)
     repo.pin(name="paper", reason="of the paper")
     repo.branch("release/1")

@@ -22,7 +22,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "reference.md").read_text()
 DCP = (DOCS / "dcp.md").read_text()
 METHODS = [name for name, _ in inspect.getmembers(Repository, callable) if not name.startswith("_")]
-OTHERS = ["Lineage", "PerRank", "Policy", "RNGState", "RetentionHook", "limits", "register_type", "trusted_hosts"]
+OTHERS = [
+    "CommitOptions", "ImportOptions", "Lineage", "PerRank", "Policy", "RNGState", "RetentionHook", "limits",
+    "register_type", "trusted_hosts",
+]  # fmt: skip
 ROW = re.compile(r"^\| `\*{0,2}(\w+)` \| `(.*?)` \| (.*?) \| (.+) \|$", re.MULTILINE)
 
 OF_THE_QUEUE = {"watch", "begin", "end", "take_failure", "counted", "add_saved"}

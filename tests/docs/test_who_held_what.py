@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -30,7 +31,8 @@ def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
         handle = RepositoryHandle.open(tmp_path / "ckpts")
         state = state_of({"model": weights, "step": 1000}, PLACED, peers.rank)
         try:
-            return commit_tree(handle, state, CommitRequest(message="four ranks", num_threads=1), peers=peers).id
+            with limits(num_threads=1):
+                return commit_tree(handle, state, CommitRequest(message="four ranks"), peers=peers).id
         finally:
             handle.close()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from cas_ckpt import PerRank, Repository
+from cas_ckpt import CommitOptions, PerRank, Repository, limits
 from cas_ckpt.errors import CkptError, MismatchError, PeerError, StorageError, UnsupportedValueError
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.layout.restore_plan import RestoreRequest, plan_restore_reads
@@ -44,7 +44,8 @@ def attempt(place: Place, plan: FaultPlan, state: dict[str, Any]) -> tuple[BaseE
     effects = Effects(plan)
     with place.open(failing(effects)) as repo:
         try:
-            repo.commit(state, num_threads=4)
+            with limits(num_threads=4):
+                repo.commit(state)
         except (CkptError, CrashNow) as error:
             return error, effects
     return None, effects
@@ -268,8 +269,8 @@ def test_several_threads_read_at_the_same_time() -> None:
     place, state = Place(), {"v": noise(3 * MIB), "w": noise(3 * MIB, seed=1)}
     with place.open() as repo:
         repo.commit(state)
-    with place.open(TwoAtOnce) as repo:
-        assert same_state(repo.load(num_threads=2), state)
+    with place.open(TwoAtOnce) as repo, limits(num_threads=2):
+        assert same_state(repo.load(), state)
 
 
 def test_no_plan_of_an_earlier_commit_decides_on_a_later_one() -> None:
@@ -390,7 +391,7 @@ def test_a_pickle_needs_leave_to_be_made_and_leave_to_be_run() -> None:
     with place.open() as repo:
         with pytest.raises(UnsupportedValueError, match="odd"):
             repo.commit({"odd": Custom()})
-        repo.commit({"odd": Custom()}, allow_pickle=True)
+        repo.commit({"odd": Custom()}, options=CommitOptions(allow_pickle=True))
         for work in (repo.load, lambda: repo.checkout(into={"odd": Custom()}), lambda: repo.read("main", "odd")):
             with pytest.raises(CkptError, match="allow_pickle"):
                 work()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitInfo, CommitOptions, Repository, limits
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PeerError, UnsupportedValueError
 from cas_ckpt.storage.store import Store
@@ -82,7 +82,9 @@ def test_one_element_that_differs_between_replicas_is_reported() -> None:
     """torchsnapshot 2: "replicated" entries were never compared, rank 1's differing tensor was lost."""
     place, states = Place(), [{"w": noise(3000, 40), "small": noise(5)} for _ in range(3)]
     states[1]["w"][2222, 7] += 1
-    told = place.on_ranks(3, lambda repo, rank: repo.commit(states[rank], replica_audit=1.0), outcomes=True)
+    told = place.on_ranks(
+        3, lambda repo, rank: repo.commit(states[rank], options=CommitOptions(replica_audit=1.0)), outcomes=True
+    )
     assert all(isinstance(error, PeerError) and str(error).startswith("w: ranks 1 hold other bytes") for error in told)
     with place.open() as repo:
         assert repo.branches() == {}
@@ -111,12 +113,17 @@ def test_when_one_rank_fails_the_others_raise_without_waiting_for_a_timeout(fail
         assert repo.branches() == {}
 
 
+def in_one_thread(repo: Repository, state: dict[str, Any]) -> CommitInfo:
+    with limits(num_threads=1):
+        return repo.commit(state)
+
+
 def test_the_branch_moves_after_the_last_byte_of_every_rank() -> None:
     """torchsnapshot 4: a snapshot was marked good before rank 1 had written."""
     place, effects = Place(pack_bytes=MIB), Effects()
     states = divided(noise(2000, 600), 3, Shard(0))
     shared = dict.fromkeys(range(3), failing(effects))
-    place.on_ranks(3, lambda repo, rank: repo.commit(states[rank], num_threads=1), wrap=shared)
+    place.on_ranks(3, lambda repo, rank: in_one_thread(repo, states[rank]), wrap=shared)
     packs = [at for at, effect in enumerate(effects.log) if effect.where.endswith(".data")]
     heads = [at for at, effect in enumerate(effects.log) if effect.where.startswith("refs/")]
     assert len({effects.log[at].where for at in packs}) >= 3
@@ -133,7 +140,8 @@ def test_a_commit_that_a_rank_has_not_written_is_never_marked_good(fate: Callabl
         states, effects = divided(whole + k, 3, Shard(0)), Effects(fate(k))
 
         def work(repo: Repository, rank: int, states: Any = states) -> Any:
-            return repo.commit(states[rank], num_threads=1)
+            with limits(num_threads=1):
+                return repo.commit(states[rank])
 
         told = place.on_ranks(3, work, wrap={1: failing(effects)}, outcomes=True)
         with place.open() as repo:
@@ -272,7 +280,7 @@ def test_bf16_of_an_odd_length_keeps_its_last_element(count: int) -> None:
     states = divided(whole, 3, Shard(0))
     with place.open() as repo:
         repo.commit({"w": whole}, branch="whole")
-        place.on_ranks(3, lambda repo, rank: repo.commit(states[rank], orphan=True))
+        place.on_ranks(3, lambda repo, rank: repo.commit(states[rank], options=CommitOptions(orphan=True)))
         for branch in ("whole", "main"):
             assert same_state(repo.load(branch), {"w": whole})
 

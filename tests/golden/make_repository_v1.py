@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cas_ckpt import Repository, clock
+from cas_ckpt import CommitOptions, Repository, clock
 from cas_ckpt.objects.spec import DTYPE_BYTES
 from tests.golden.manifest import described
 
@@ -39,7 +39,7 @@ class Golden:
 
     def commit(self, state: dict[str, Any], message: str, **request: Any) -> str:
         with Repository.open(self.repo.url) as repo:  # a fresh one: states here come from no commit
-            info = repo.commit(state, message=message, author=AUTHOR, **request)
+            info = repo.commit(state, message=message, options=CommitOptions(author=AUTHOR), **request)
         self.commits[info.id] = {
             "root": info.root, "parents": list(info.parents), "message": message, "author": AUTHOR,
             "time_us": round(info.time_s * 1e6), "step": info.step, "metrics": dict(info.metrics),
@@ -144,7 +144,7 @@ def fill(golden: Golden) -> None:
     golden.repo.delete_branch("gone", force=True)
     golden.repo.tag("v1", "trunk~2")
     golden.repo.tag("best", "side/one")
-    golden.commit({"alone": ramp(3)}, "", branch="orphan", orphan=True)
+    golden.commit({"alone": ramp(3)}, "", branch="orphan", options=CommitOptions(orphan=True))
     golden.commit(live(model(3)), "the same state again", branch="side/one", step=4)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.objects.codec import Encoding
@@ -84,7 +84,7 @@ def test_tied_tensors_are_tied_still(repo: Repository) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.ao.quantization", "ignore:.*uantiz")
 def test_an_old_state_committed_today_has_its_old_root_and_stores_nothing(repo: Repository) -> None:
     for number, (commit, told) in enumerate(COMMITS.items()):
-        info = repo.commit(repo.load(commit), branch=f"again-{number}", orphan=True)
+        info = repo.commit(repo.load(commit), branch=f"again-{number}", options=CommitOptions(orphan=True))
         root = ROOTS_WITH_LONGER_LEAVES.get(told["message"])
         assert info.root == root or (root is None and (info.root, info.stats.num_new_chunks) == (told["root"], 0))
 

@@ -18,8 +18,8 @@ from cas_ckpt.index.key_changes import TooManyRowsError, changed_commits
 from cas_ckpt.index.rows import CommitRow, ListedEntry
 from cas_ckpt.index.texts import storable
 from cas_ckpt.index.trees import RowsMissingError
+from cas_ckpt.memory import limits
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.limits import limits
 from cas_ckpt.objects.nodes import Node, ValueEntry, tensor_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Spec, grid_for

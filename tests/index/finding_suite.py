@@ -14,8 +14,8 @@ from cas_ckpt.index.finding import EntryFilter, Match
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.trees import RowsMissingError
+from cas_ckpt.memory import limits
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.limits import limits
 from cas_ckpt.objects.nodes import ContainerEntry, Node, tree_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Spec

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cas_ckpt import clock
+from cas_ckpt import clock, limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -336,7 +336,8 @@ class HistoryOverTheRealIndexMachine(HistoryMachine):
 
     @rule(which=st.booleans(), data=st.booleans())
     def check(self, which: bool, data: bool) -> None:
-        report = check_open(self.open[which], DataOptions(num_threads=1) if data else None)
+        with limits(num_threads=1):
+            report = check_open(self.open[which], DataOptions() if data else None)
         assert report.ok, report.problems
 
     @rule(which=st.booleans())

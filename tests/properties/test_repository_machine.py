@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cas_ckpt import CommitInfo, Repository
+from cas_ckpt import CommitInfo, CommitOptions, Repository
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
@@ -51,7 +51,7 @@ class Made:
 def commit_to(repo: Repository, state: dict[str, Any], **request: Any) -> CommitInfo:
     """Commit as a `repo` that was just opened: many live states in turn are not what HEAD is for."""
     repo._handle.head = Head(repo.default_branch)
-    return repo.commit(state, orphan=True, create=True, **request)
+    return repo.commit(state, options=CommitOptions(orphan=True, create=True), **request)
 
 
 class RepositoryMachine(RuleBasedStateMachine):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from cas_ckpt import Repository, StateDict
+from cas_ckpt import Repository, StateDict, limits
 from tests.properties.states import (
     LARGE,
     NUMPY_DTYPES,
@@ -42,8 +42,11 @@ PLAIN = fresh()
 """Everything is compared with what this repository says."""
 
 
-def root_of(state: dict[str, Any], repo: Repository | None = None, **how: Any) -> str:
-    return (repo or PLAIN).commit(state, **how).root
+def root_of(
+    state: dict[str, Any], repo: Repository | None = None, *, num_threads: int | None = None, **how: Any
+) -> str:
+    with limits(num_threads=num_threads):
+        return (repo or PLAIN).commit(state, **how).root
 
 
 # --- other memory, same state ----------------------------------------------------------------
@@ -156,7 +159,7 @@ def test_encodings_packs_threads_and_history_do_not_reach_the_root(
 ) -> None:
     with fresh(encoding=encoding, pack_bytes=pack_bytes) as repo:
         if earlier is not None:
-            repo.commit(earlier | {"some": torch.ones(LARGE)}, num_threads=num_threads)
+            root_of(earlier | {"some": torch.ones(LARGE)}, repo, num_threads=num_threads)
         assert root_of(state, repo, num_threads=num_threads) == root_of(state)
         assert root_of(state, repo, num_threads=1, message="again", step=7, metrics={"a": 1.0}) == root_of(state)
 

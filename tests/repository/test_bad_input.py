@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.errors import (
     CkptError,
@@ -109,7 +109,7 @@ CALLS: list[tuple[type[CkptError], str, Call]] = [
     (InvalidInputError, "list", lambda repo: repo.commit([1, 2])),  # type: ignore[arg-type]
     (InvalidInputError, "loss", lambda repo: repo.commit({}, metrics={"acc": 1.0, "loss": "nan"})),
     (InvalidInputError, "step", lambda repo: repo.commit({}, step=-1)),
-    (InvalidInputError, "on_conflict", lambda repo: repo.commit({}, on_conflict="perhaps")),
+    (InvalidInputError, "on_conflict", lambda repo: repo.commit({}, options=CommitOptions(on_conflict="perhaps"))),
     (InvalidInputError, "message", lambda repo: repo.commit({}, message="m" * 100_000)),
     (UnsupportedValueError, "meta", lambda repo: repo.commit({}, meta=Odd())),
     # what is taken

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cas_ckpt
-from cas_ckpt import Repository, RNGState, StateDict
+from cas_ckpt import CommitOptions, Repository, RNGState, StateDict
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -168,7 +168,7 @@ def test_frozen_tensors_are_watched_until_a_checkout_changes_them(tmp_path: Path
         repo.commit({"base": {"w": torch.randn(300, 300)}, "lora": torch.randn(40, 40)})
         repo.commit(state, frozen="base/**")
         state["lora"] += 1
-        repo.commit(state, frozen="base/**", frozen_audit=0)
+        repo.commit(state, frozen="base/**", options=CommitOptions(frozen_audit=0))
         state["base"]["w"] += 1
         with pytest.raises(FrozenChangedError, match="base/w"):
             repo.commit(state, frozen="base/**")
@@ -205,7 +205,7 @@ def test_a_commit_goes_on_top_of_what_came_meanwhile_or_raises_as_it_is_told(tmp
     with Repository.init(tmp_path / "repo") as repo, Repository.open(tmp_path / "repo") as other:
         repo.commit({"x": 1})
         with pytest.raises(ConflictError, match="'main' moved"):
-            repo.commit({"x": 2}, on_conflict="raise", progress=Meddler(other))
+            repo.commit({"x": 2}, options=CommitOptions(on_conflict="raise"), progress=Meddler(other))
         assert [info.stats.num_entries for info in repo.log()] == [1, 1]
         made = repo.commit({"x": 2}, progress=Meddler(other))
         assert made.parents == (other.resolve("main~1"),)
@@ -287,8 +287,8 @@ def test_a_repository_that_is_only_read_is_not_written(tmp_path: Path, index: st
 def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
-        "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named",
-        "PendingCommit", "PerRank",
+        "CheckoutReport", "CommitInfo", "CommitOptions", "CommitStats", "Head", "ImportInfo", "ImportOptions",
+        "LeftOut", "Lineage", "Named", "PendingCommit", "PerRank",
         "Policy", "RNGState", "Repository", "RetentionHook", "StateDict", "Trust", "__version__",
         "limits", "register_type", "trusted_hosts",
     }  # fmt: skip

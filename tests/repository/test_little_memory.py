@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cas_ckpt import CkptError, Repository, TooLargeError
+from cas_ckpt import CkptError, Repository, TooLargeError, limits
 from cas_ckpt.memory import new_buffer
 from tests.no_threads import no_thread_can_be_started
 from tests.processes import PIPE, Forked
@@ -55,8 +55,12 @@ def test_under_a_limit_of_the_address_space_every_error_is_one_of_ours(tmp_path:
 def test_a_thread_that_cannot_be_had_is_said(tmp_path: Path, name: str) -> None:
     with Repository.init(tmp_path / "repo", group=None) as repo:
         state = {"w": np.arange(6 * MIB)}
-        with no_thread_can_be_started(name), pytest.raises(TooLargeError, match="no thread can be started"):
-            repo.commit_async(state, num_threads=3).result()
+        with (
+            no_thread_can_be_started(name),
+            pytest.raises(TooLargeError, match="no thread can be started"),
+            limits(num_threads=3),
+        ):
+            repo.commit_async(state).result()
         repo.commit(state)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from cas_ckpt import MemoryBudgetError, Repository
+from cas_ckpt import MemoryBudgetError, Repository, limits
 from cas_ckpt.memory import DEFAULT_BYTES
 from tests.ranks import results, run_processes
 
@@ -21,6 +22,11 @@ MB = 1000**2
 def above(peaks: dict[str, int], budget_bytes: int) -> dict[str, int]:
     """The verbs that took more, and how much."""
     return {verb: peak for verb, peak in peaks.items() if peak > budget_bytes}
+
+
+def limited(memory_bytes: int | None, call: Callable[[], object]) -> None:
+    with limits(memory_bytes=memory_bytes):
+        call()
 
 
 @pytest.mark.parametrize("encoding", ["raw", "planes"])
@@ -64,18 +70,15 @@ def test_what_is_too_little_is_refused_before_anything_is_done_and_says_how_much
     with Repository.init(tmp_path / "repo", group=None) as repo:
         state = {"w": torch.arange(3 << 20, dtype=torch.int32)}
         with pytest.raises(MemoryBudgetError, match=r"memory_bytes is 1000: a commit .* needs \d+ at least") as caught:
-            repo.commit(state, memory_bytes=1000)
+            limited(1000, lambda: repo.commit(state))
         assert not repo.log()
-        repo.commit(state, memory_bytes=caught.value.least_bytes)
+        limited(caught.value.least_bytes, lambda: repo.commit(state))
         target = {"w": torch.zeros_like(state["w"])}
-        for restore in (
-            lambda memory_bytes: repo.checkout("main", into=target, memory_bytes=memory_bytes),
-            lambda memory_bytes: target.update(repo.load("main", memory_bytes=memory_bytes)),
-        ):
+        for restore in (lambda: repo.checkout("main", into=target), lambda: target.update(repo.load("main"))):
             with pytest.raises(MemoryBudgetError, match=r"a restore of 1 tensors needs") as caught:
-                restore(1000)
+                limited(1000, restore)
             assert not target["w"].any()
-            restore(caught.value.least_bytes)
+            limited(caught.value.least_bytes, restore)
             assert torch.equal(target["w"], state["w"])
             target["w"].zero_()
 
@@ -84,10 +87,11 @@ def test_an_import_in_too_little_memory_is_refused_and_with_what_it_asks_for_it_
     state = {"w": torch.arange(3 << 20, dtype=torch.int32)}
     torch.save(state, tmp_path / "w.pt")
     with Repository.init(tmp_path / "repo", group=None) as repo:
-        with pytest.raises(MemoryBudgetError, match="needs") as caught:
-            repo.import_file(tmp_path / "w.pt", memory_bytes=1000)
+        with pytest.raises(MemoryBudgetError, match="needs") as caught, limits(memory_bytes=1000):
+            repo.import_file(tmp_path / "w.pt")
         assert not repo.branches()
-        repo.import_file(tmp_path / "w.pt", memory_bytes=caught.value.least_bytes)
+        with limits(memory_bytes=caught.value.least_bytes):
+            repo.import_file(tmp_path / "w.pt")
         assert torch.equal(repo.load("main")["w"], state["w"])
 
 
@@ -96,14 +100,14 @@ def test_push_and_export_in_too_little_memory_are_refused_and_with_what_they_ask
     with Repository.init(tmp_path / "repo", group=None) as repo:
         made = repo.commit({"w": torch.arange(3 << 20, dtype=torch.int32)})
         for call in (
-            lambda memory_bytes: repo.push(tmp_path / "other", memory_bytes=memory_bytes),
-            lambda memory_bytes: repo.export("main", tmp_path / "w.safetensors", memory_bytes=memory_bytes),
-            lambda memory_bytes: repo.export("main", tmp_path / "dcp", format="dcp", memory_bytes=memory_bytes),
-            lambda memory_bytes: repo.export("main", tmp_path / "w.pt", memory_bytes=memory_bytes),
+            lambda: repo.push(tmp_path / "other"),
+            lambda: repo.export("main", tmp_path / "w.safetensors"),
+            lambda: repo.export("main", tmp_path / "dcp", format="dcp"),
+            lambda: repo.export("main", tmp_path / "w.pt"),
         ):
             with pytest.raises(MemoryBudgetError, match="needs") as caught:
-                call(1000)
-            call(caught.value.least_bytes)
+                limited(1000, call)
+            limited(caught.value.least_bytes, call)
     with Repository.open(tmp_path / "other") as other:
         assert other.resolve("main") == made.id
     assert {path.name for path in tmp_path.iterdir()} == {"repo", "other", "w.safetensors", "dcp", "w.pt"}

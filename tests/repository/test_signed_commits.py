@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt import Repository, clock
+from cas_ckpt import CommitOptions, ImportOptions, Repository, clock
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import RefKind, TagSignature, new_move
 from cas_ckpt.core.signatures import SIGNERS_KEY, check_move, commit_signature, judge_commit, read_commit
@@ -48,7 +48,7 @@ def digest_of(repo: Repository, ref: str = "main") -> Digest:
 
 def test_a_signature_changes_neither_root_nor_tensors(repo: Repository) -> None:
     plain = repo.commit(state())
-    signed = repo.commit(state(), sign=ANN)
+    signed = repo.commit(state(), options=CommitOptions(sign=ANN))
     assert (signed.root, signed.stats.num_new_chunks) == (plain.root, 0)
     data = read_commit(repo._handle, digest_of(repo))
     message, blob = split_signature(data)
@@ -59,7 +59,7 @@ def test_a_signature_changes_neither_root_nor_tensors(repo: Repository) -> None:
 
 def test_a_signed_commit_is_verified_by_those_who_trust_its_key(repo: Repository, tmp_path: Path) -> None:
     repo.commit(state(), message="unsigned")
-    repo.commit(state(1), message="by ann", sign=ANN)
+    repo.commit(state(1), message="by ann", options=CommitOptions(sign=ANN))
     assert repo.verify(trust=BY_ANN).ok
     found = repo.verify("main~1", trust=BY_ANN)
     assert (found.ok, found.commits[0].signature.verdict) == (False, Verdict.UNSIGNED)
@@ -82,10 +82,10 @@ def test_the_time_of_a_commit_decides_whether_its_key_was_valid(
     monkeypatch.setenv("TZ", "UTC")
     trust = [f'ann valid-before="20261123" {public_line()}']
     monkeypatch.setattr(clock, "now_s", lambda: 1_795_392_000.0)  # 2026-11-23, 00:00 UTC
-    repo.commit(state(), sign=ANN)
+    repo.commit(state(), options=CommitOptions(sign=ANN))
     assert repo.verify(trust=trust).ok
     monkeypatch.setattr(clock, "now_s", lambda: 1_795_392_001.0)
-    repo.commit(state(), sign=ANN)
+    repo.commit(state(), options=CommitOptions(sign=ANN))
     found = repo.verify(trust=trust).commits[0].signature
     assert (found.verdict, "key has expired" in found.reason) == (Verdict.EXPIRED, True)
 
@@ -96,7 +96,7 @@ def test_the_time_of_a_commit_decides_whether_its_key_was_valid(
     {"provenance": b"\xc0"}, {"layout": Digest(bytes(32))},
 ])  # fmt: skip
 def test_a_signature_on_another_commit_is_a_bad_one(repo: Repository, change: dict[str, Any]) -> None:
-    repo.commit(state(), message="this", sign=ANN)
+    repo.commit(state(), message="this", options=CommitOptions(sign=ANN))
     trust = as_trust(BY_ANN)
     data = read_commit(repo._handle, digest_of(repo))
     assert judge_commit(data, trust).is_good
@@ -104,7 +104,7 @@ def test_a_signature_on_another_commit_is_a_bad_one(repo: Repository, change: di
 
 
 def test_a_commit_whose_signature_is_rubbish_is_read_and_badly_signed(repo: Repository) -> None:
-    repo.commit(state(), sign=ANN)
+    repo.commit(state(), options=CommitOptions(sign=ANN))
     commit = decode_commit(read_commit(repo._handle, digest_of(repo)))
     for blob in (b"rubbish", (commit.signature or b"")[:-1], (commit.signature or b"") * 2):
         made = commit_node(replace(commit, signature=blob)).data
@@ -136,7 +136,7 @@ def test_an_import_is_signed_too(repo: Repository, tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.zeros(300)}, tmp_path / "m.safetensors")
-    repo.import_file(tmp_path / "m.safetensors", sign=ANN)
+    repo.import_file(tmp_path / "m.safetensors", options=ImportOptions(sign=ANN))
     assert repo.verify(trust=BY_ANN).ok
 
 
@@ -198,7 +198,7 @@ def test_commits_of_a_history_far_away_are_read_many_at_a_time(asks: str) -> Non
     store = new_store()
     repo = Repository(on(store), group=None)
     for step in range(6):
-        repo.commit(state(step), sign=ANN)
+        repo.commit(state(step), options=CommitOptions(sign=ANN))
     repo.branch("old", start="main~5")
     repo.set_signers("old", BY_ANN)
     far = FarStore(store)
@@ -228,7 +228,7 @@ def test_commits_of_a_history_far_away_are_read_many_at_a_time(asks: str) -> Non
 
 def test_nothing_is_restored_that_nobody_trusted_signed(repo: Repository, tmp_path: Path) -> None:
     repo.commit(state(1))
-    repo.commit(state(2), sign=BOB)
+    repo.commit(state(2), options=CommitOptions(sign=BOB))
     target = {"w": np.zeros(2000), "step": 0}
     for ref in ("main", "main~1"):
         for read in (
@@ -245,7 +245,7 @@ def test_nothing_is_restored_that_nobody_trusted_signed(repo: Repository, tmp_pa
 
 def test_a_repository_that_is_opened_with_trust_reads_nothing_else(repo: Repository) -> None:
     repo.commit(state(1))
-    repo.commit(state(2), sign=ANN)
+    repo.commit(state(2), options=CommitOptions(sign=ANN))
     with Repository.open(repo.url, trust=BY_ANN, group=None) as careful:
         assert careful.load()["w"][0] == 2
         with pytest.raises(SignatureError):
@@ -264,11 +264,11 @@ def test_a_branch_takes_only_what_its_signers_signed(repo: Repository) -> None:
     repo.set_signers("main", BY_ANN)
     for wrong in (None, BOB):
         with pytest.raises(SignatureError, match="takes signed commits only"):
-            repo.commit(state(2), sign=wrong)
+            repo.commit(state(2), options=CommitOptions(sign=wrong))
     with pytest.raises(SignatureError):
         repo.load("main")  # its head is from before
     assert repo.load(repo.resolve("main"))["w"][0] == 1
-    repo.commit(state(3), sign=ANN)
+    repo.commit(state(3), options=CommitOptions(sign=ANN))
     assert repo.load()["w"][0] == 3
     repo.commit(state(4), branch="other")  # any other branch takes any commit
     with pytest.raises(SignatureError):
@@ -283,7 +283,7 @@ def test_a_branch_takes_only_what_its_signers_signed(repo: Repository) -> None:
 def test_the_name_of_a_key_locks_no_branch(repo: Repository) -> None:
     for name in ("ssh-key-2023-05-01", "#1", "tab\tbed"):
         repo.set_signers("main", [f"{public_line()} {name}"])
-        repo.commit(state(1), sign=ANN)
+        repo.commit(state(1), options=CommitOptions(sign=ANN))
 
 
 def test_such_a_branch_is_not_read_while_its_head_is_not_signed(repo: Repository, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_such_a_branch_is_not_read_while_its_head_is_not_signed(repo: Repository
         with pytest.raises(SignatureError, match="Nothing was read"):
             read()
     assert not target["w"].any() and not (tmp_path / "out.safetensors").exists()
-    repo.commit(state(3), sign=ANN)
+    repo.commit(state(3), options=CommitOptions(sign=ANN))
     repo.checkout("main", into=target)
     assert target["w"][0] == 3
 
@@ -316,9 +316,9 @@ def test_a_commit_that_such_a_branch_would_not_take_is_refused_before_anything_i
     packs = stored_packs(repo)
     for key, why in ((None, "not signed"), (key_file("rsa"), "of nobody who is trusted"), (BOB, "key has expired")):
         with pytest.raises(SignatureError, match=rf"{why}.*Nothing was written"):
-            repo.commit(state(2), branch=branch, sign=key)
+            repo.commit(state(2), branch=branch, options=CommitOptions(sign=key))
     assert stored_packs(repo) == packs
-    repo.commit(state(2), branch=branch, sign=ANN)
+    repo.commit(state(2), branch=branch, options=CommitOptions(sign=ANN))
 
 
 def test_a_commit_that_was_begun_before_its_branch_took_signed_ones_only_is_refused_at_its_end(
@@ -346,7 +346,7 @@ def test_a_branch_that_is_begun_takes_what_its_pattern_says(repo: Repository) ->
     with pytest.raises(SignatureError):
         repo.commit(state(2), branch="release/1")
     assert "release/1" not in repo.branches()
-    repo.commit(state(2), branch="release/1", sign=ANN)
+    repo.commit(state(2), branch="release/1", options=CommitOptions(sign=ANN))
     with pytest.raises(SignatureError):
         repo.commit(state(3), branch="release/1")
     repo.branch("plain", start="main")
@@ -357,21 +357,21 @@ def test_a_branch_that_is_begun_takes_what_its_pattern_says(repo: Repository) ->
 
 def test_a_branch_moved_to_commits_of_others_is_looked_through(repo: Repository) -> None:
     """A signed head behind which there are commits that nobody signed."""
-    repo.commit(state(1), sign=ANN)
+    repo.commit(state(1), options=CommitOptions(sign=ANN))
     repo.set_signers("main", BY_ANN)
     repo.commit(state(2), branch="work")
-    repo.commit(state(3), branch="work", sign=ANN)
+    repo.commit(state(3), branch="work", options=CommitOptions(sign=ANN))
     with pytest.raises(SignatureError, match="not signed"):
         repo.branch("main", start="work", force=True)
 
 
 def test_the_first_pattern_counts_and_a_new_one_replaces_that_of_its_name(repo: Repository) -> None:
-    repo.commit(state(1), sign=ANN)
+    repo.commit(state(1), options=CommitOptions(sign=ANN))
     repo.set_signers("ma*", BY_ANN)
     repo.set_signers("*", BY_BOB)
-    repo.commit(state(2), sign=ANN)
+    repo.commit(state(2), options=CommitOptions(sign=ANN))
     repo.set_signers("ma*", [*BY_BOB, *BY_ANN])
-    repo.commit(state(3), sign=BOB)
+    repo.commit(state(3), options=CommitOptions(sign=BOB))
     assert [each.pattern for each in repo.signers().branches] == ["ma*", "*"]
     for pattern in ("", "a\nb", "x" * 300):
         with pytest.raises(InvalidInputError):
@@ -384,7 +384,7 @@ def test_a_process_that_opened_the_repository_before_obeys_too(repo: Repository)
         repo.set_signers("main", BY_ANN)
         with pytest.raises(SignatureError):
             other.commit(state(2))
-        other.commit(state(2), sign=ANN)
+        other.commit(state(2), options=CommitOptions(sign=ANN))
 
 
 def test_a_record_of_signers_that_is_damaged_or_lost_lets_nothing_through(repo: Repository) -> None:
@@ -395,17 +395,17 @@ def test_a_record_of_signers_that_is_damaged_or_lost_lets_nothing_through(repo: 
     for branches in ([["main", []]], [["main", ["x"]]], [[5, ["x"]]], "main", [["main", [5]]], [["main"]]):
         store.put(SIGNERS_KEY, seal("signers", 1, nonce | {"branches": branches}, key=SIGNERS_KEY))
         with pytest.raises(CorruptionError, match="signers"):
-            repo.commit(state(2), sign=ANN)
+            repo.commit(state(2), options=CommitOptions(sign=ANN))
         assert repo.fsck().ok  # sealed, and its content is looked at when it is used
     store.put(SIGNERS_KEY, b"rubbish")
     with pytest.raises(CorruptionError):
-        repo.commit(state(2), sign=ANN)
+        repo.commit(state(2), options=CommitOptions(sign=ANN))
     assert [problem.where for problem in repo.fsck().problems] == [SIGNERS_KEY]
     store.delete(SIGNERS_KEY)
     with pytest.raises(SignatureError, match="names nobody"):
-        repo.commit(state(2), sign=ANN)
+        repo.commit(state(2), options=CommitOptions(sign=ANN))
     repo.set_signers("main", BY_ANN)
-    repo.commit(state(2), sign=ANN)
+    repo.commit(state(2), options=CommitOptions(sign=ANN))
 
 
 @pytest.mark.parametrize("dies_after", range(1, 4))
@@ -430,7 +430,7 @@ def test_rank_0_alone_needs_the_key() -> None:
 
     def work(peers: Any) -> Any:
         with Repository(on(store), group=peers, timeout_s=TIMEOUT_S) as repo:
-            return repo.commit(state(1), sign=ANN if peers.rank == 0 else None, author="one")
+            return repo.commit(state(1), options=CommitOptions(sign=ANN if peers.rank == 0 else None, author="one"))
 
     made = run_ranks(2, work, timeout_s=TIMEOUT_S)
     assert made[0] == made[1]
@@ -443,7 +443,7 @@ def test_a_key_that_rank_0_cannot_read_ends_the_commit_of_all(tmp_path: Path) ->
 
     def work(peers: Any) -> Any:
         with Repository(on(store), group=peers, timeout_s=TIMEOUT_S) as repo:
-            return repo.commit(state(1), sign=tmp_path / "none", author="one")
+            return repo.commit(state(1), options=CommitOptions(sign=tmp_path / "none", author="one"))
 
     found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     assert all(isinstance(each, Exception) for each in found)
@@ -454,7 +454,7 @@ def test_a_key_that_rank_0_cannot_read_ends_the_commit_of_all(tmp_path: Path) ->
 
 
 def test_push_and_pull_move_such_a_branch_to_signed_commits_alone(repo: Repository, tmp_path: Path) -> None:
-    repo.commit(state(1), sign=ANN)
+    repo.commit(state(1), options=CommitOptions(sign=ANN))
     there = Repository.clone(repo.url, tmp_path / "there")
     repo.set_signers("main", BY_ANN)
     there.commit(state(2))
@@ -462,7 +462,7 @@ def test_push_and_pull_move_such_a_branch_to_signed_commits_alone(repo: Reposito
     with pytest.raises(SignatureError, match="not signed"):
         there.push()
     assert len(list(Path(repo.url.removeprefix("file://")).glob("packs/*/*"))) == packs  # nothing was copied
-    there.commit(state(3), sign=ANN)
+    there.commit(state(3), options=CommitOptions(sign=ANN))
     with pytest.raises(SignatureError):  # the one before it is new there, too
         there.push()
     repo.clear_signers()
@@ -479,7 +479,7 @@ def test_push_and_pull_move_such_a_branch_to_signed_commits_alone(repo: Reposito
 
 
 def test_signed_commits_and_tags_stay_signed_on_their_way(repo: Repository, tmp_path: Path) -> None:
-    repo.commit(state(1), sign=ANN)
+    repo.commit(state(1), options=CommitOptions(sign=ANN))
     repo.tag("v1", message="as released", sign=ANN)
     repo.tag("plain")
     with Repository.clone(repo.url, tmp_path / "there", tags=True) as there:
@@ -496,7 +496,7 @@ def test_signed_commits_and_tags_stay_signed_on_their_way(repo: Repository, tmp_
 def test_what_came_by_fetch_or_in_a_bundle_is_read_only_if_somebody_trusted_signed_it(
     repo: Repository, tmp_path: Path
 ) -> None:
-    repo.commit(state(1), sign=ANN)
+    repo.commit(state(1), options=CommitOptions(sign=ANN))
     repo.commit(state(2))
     repo.create_bundle(tmp_path / "one.bundle", ["main"])
     target = {"w": np.zeros(2000), "step": 0}
@@ -519,13 +519,13 @@ def test_what_came_by_fetch_or_in_a_bundle_is_read_only_if_somebody_trusted_sign
 
 
 def test_a_bundle_moves_such_a_branch_to_signed_commits_alone(repo: Repository, tmp_path: Path) -> None:
-    repo.commit(state(1), sign=ANN)
+    repo.commit(state(1), options=CommitOptions(sign=ANN))
     with Repository.clone(repo.url, tmp_path / "there") as there:
         assert there.signers().branches == ()  # whom to trust is for each to say
         there.set_signers("main", BY_ANN)
         head = there.resolve("main")
         repo.commit(state(2))
-        repo.commit(state(3), sign=ANN)
+        repo.commit(state(3), options=CommitOptions(sign=ANN))
         repo.create_bundle(tmp_path / "bad.bundle", ["main"])
         packs = stored_packs(there)
         with pytest.raises(SignatureError, match="not signed"):
@@ -536,7 +536,7 @@ def test_a_bundle_moves_such_a_branch_to_signed_commits_alone(repo: Repository, 
             there.branch("main", start="origin/main", force=True)
         repo.branch("good", start="main~2")
         with Repository.open(repo.url, group=None) as fresh:
-            fresh.commit(state(4), branch="good", sign=ANN)
+            fresh.commit(state(4), branch="good", options=CommitOptions(sign=ANN))
         repo.create_bundle(tmp_path / "good.bundle", ["good:main"])
         there.unbundle(tmp_path / "good.bundle")
         assert there.resolve("main") == repo.resolve("good")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
+from cas_ckpt import limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -332,7 +333,8 @@ def _push(handle: RepositoryHandle, place: World, words: list[str]) -> str:
     for text in words[0].split(","):
         made = commit(source, text, branch, other_parents=others)
     update = RefUpdate(RefKind.BRANCH, branch, Digest(bytes.fromhex(made)), force="force" in words)
-    send(source, handle, [update], SendOptions("push", num_threads=1), near=source)
+    with limits(num_threads=1):
+        send(source, handle, [update], SendOptions("push"), near=source)
     return made
 
 
@@ -345,7 +347,8 @@ def _clone(handle: RepositoryHandle, place: World, words: list[str]) -> None:
     write_config(shelf, config)
     made = RepositoryHandle(shelf, config, PlainIndex(config.store_id))  # type: ignore[arg-type]
     handle.sync()
-    send(handle, made, [RefUpdate(RefKind.BRANCH, words[0], target)], SendOptions("clone", num_threads=1), near=made)
+    with limits(num_threads=1):
+        send(handle, made, [RefUpdate(RefKind.BRANCH, words[0], target)], SendOptions("clone"), near=made)
     soundness = Soundness(shelf)
     soundness.check()
     for digest in soundness.history().keys() - soundness.forgotten():

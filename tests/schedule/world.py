@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from cas_ckpt import clock
+from cas_ckpt import clock, limits
 from cas_ckpt.core.config import Config, read_config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -59,8 +59,9 @@ def commit(
     other_parents: Sequence[Digest] = (),
 ) -> str:  # fmt: skip
     """Commit the state `text`; the commit's id."""
-    request = CommitRequest(branch=branch, message=text, author="test", num_threads=1, other_parents=other_parents)
-    return commit_tree(handle, letters(text), request, peers=peers).id
+    request = CommitRequest(branch=branch, message=text, author="test", other_parents=other_parents)
+    with limits(num_threads=1):
+        return commit_tree(handle, letters(text), request, peers=peers).id
 
 
 @cache
@@ -75,7 +76,8 @@ def read_back(handle: RepositoryHandle, commit_id: Digest) -> None:
     for path, stored in stored_tensors(load_tree(handle, Digest(row.root))):
         found[path] = np.empty(stored.spec.shape, raw_dtype(stored.spec.item_bytes))
         copies.append(TensorCopy(path, stored, builders.ArrayMemory(found[path])))
-    fetch_tensors(handle, copies, num_threads=1)
+    with limits(num_threads=1):
+        fetch_tensors(handle, copies)
     wanted = {(letter, "w"): _bytes_of(letter) for letter in row.message}
     if {path: array.tobytes() for path, array in found.items()} != wanted:
         raise LossError(f"commit {commit_id.hex()[:8]} is not {row.message!r} any more")

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cas_ckpt import PerRank, Repository, RNGState, StateDict
+from cas_ckpt import CommitOptions, PerRank, Repository, RNGState, StateDict
 from cas_ckpt.errors import CkptError
 from tests.training.training_cases import KINDS, fsdp, train
 
@@ -25,7 +25,7 @@ def checks_out_every_division(path: str) -> dict[str, str]:
             np.random.seed(dist.get_rank())
             state = {"model": model, "optim": optim, "rng": RNGState(), "loader": PerRank(StateDict(position=1))}
             state["kind"] = name  # a state of its own
-            found[name] = repo.commit(state, branch=name.replace(" ", "-"), orphan=True).id
+            found[name] = repo.commit(state, branch=name.replace(" ", "-"), options=CommitOptions(orphan=True)).id
             if name == PLANNED and dist.get_rank() == 0:
                 repo.plan(found[name], "fsdp=4")
             repo.checkout(found[name], into=state)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cas_ckpt import PerRank, Repository, StateDict
+from cas_ckpt import CommitOptions, PerRank, Repository, StateDict
 from cas_ckpt.dcp import CasStorageWriter, close_groups
 from cas_ckpt.ops.history.shards import ShardRow
 from tests.training.training_cases import KINDS, train
@@ -80,7 +80,7 @@ def pipeline(repo: Repository, rank: int) -> Any:
     state["loader"] = PerRank(StateDict(position=rank))
     if rank == 0:
         tensors["extra"] = state["extra"] = torch.rand(500)
-    info = repo.commit(state, branch="stages", orphan=True)
+    info = repo.commit(state, branch="stages", options=CommitOptions(orphan=True))
     rows = list(repo.shards(info.id))
     held = {row.key: str(row.ranks) for row in rows if row.key.endswith(("norm", "extra", "position"))}
     axes = [commit.id for commit in repo.log("stages", world_size=4, axes={"dp": 2})]
@@ -102,7 +102,7 @@ def boxes(repo: Repository, rank: int) -> list[str]:
     sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     FullyShardedDataParallel.set_state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT)
     state: dict[str, Any] = dict(sharded.state_dict())
-    info = repo.commit({"m": state}, branch="boxes", orphan=True)
+    info = repo.commit({"m": state}, branch="boxes", options=CommitOptions(orphan=True))
     rows = list(repo.shards(info.id, rank=rank))
     found = []
     for name, full in whole.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
@@ -52,11 +52,11 @@ def test_every_way_to_write_to_a_frozen_tensor_is_found(tmp_path: Path, write: C
     weight = torch.randn(SIZE, SIZE)
     state = {"base": weight, "step": 0}
     with Repository.init(tmp_path / "repo") as repo:
-        repo.commit(state, frozen="base", frozen_audit=0)
-        repo.commit(state, frozen="base", frozen_audit=0)
+        repo.commit(state, frozen="base", options=CommitOptions(frozen_audit=0))
+        repo.commit(state, frozen="base", options=CommitOptions(frozen_audit=0))
         write(weight)
         with pytest.raises(FrozenChangedError, match=r"base: .*commit once without frozen="):
-            repo.commit(state, frozen="base", frozen_audit=0)
+            repo.commit(state, frozen="base", options=CommitOptions(frozen_audit=0))
         assert len(repo.log()) == 2
 
 
@@ -94,7 +94,7 @@ def test_equal_bytes_in_other_memory_are_the_same_frozen_tensor(tmp_path: Path) 
 
 def test_the_version_counter_is_believed_by_who_says_so(tmp_path: Path) -> None:
     weight = torch.randn(SIZE, SIZE)
-    options: dict[str, Any] = {"frozen": "base", "frozen_check": "version", "frozen_audit": 0}
+    options: dict[str, Any] = {"frozen": "base", "options": CommitOptions(frozen_check="version", frozen_audit=0)}
     with Repository.init(tmp_path / "repo") as repo:
         first = repo.commit({"base": weight}, **options)
         weight.data += 1
@@ -103,15 +103,15 @@ def test_the_version_counter_is_believed_by_who_says_so(tmp_path: Path) -> None:
         with pytest.raises(FrozenChangedError):
             repo.commit({"base": weight}, **options)
         with pytest.raises(FrozenChangedError):  # nothing was summed so far: the ids are compared
-            repo.commit({"base": weight}, frozen="base", frozen_audit=0)
+            repo.commit({"base": weight}, frozen="base", options=CommitOptions(frozen_audit=0))
 
 
 def test_a_check_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo") as repo:
         with pytest.raises(InvalidInputError, match="frozen_check is 'checksum' or 'version'"):
-            repo.commit({"a": 1}, frozen_check="none")
+            repo.commit({"a": 1}, options=CommitOptions(frozen_check="none"))
         with pytest.raises(InvalidInputError, match="replica_check is 'checksum' or 'sample'"):
-            repo.commit({"a": 1}, replica_check="none")
+            repo.commit({"a": 1}, options=CommitOptions(replica_check="none"))
 
 
 # --- values and small tensors -----------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import CorruptionError, InvalidInputError, Policy, Repository, clock
+from cas_ckpt import CommitOptions, CorruptionError, InvalidInputError, Policy, Repository, clock
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, shown
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer import arrivals
@@ -166,7 +166,12 @@ def test_a_commit_ends_at_all_bytes_with_ties_and_small_tensors(
     repo: Repository, log: pytest.LogCaptureFixture
 ) -> None:
     one = torch.ones(64, 1024)
-    repo.commit({"a": one, "tied": one, "small": torch.ones(3)}, orphan=True, branch="ties", progress=True)
+    repo.commit(
+        {"a": one, "tied": one, "small": torch.ones(3)},
+        options=CommitOptions(orphan=True),
+        branch="ties",
+        progress=True,
+    )
     assert log.records[-1].getMessage().startswith("hashing: 262 KB of 262 KB (100 %)")
 
 
@@ -210,7 +215,7 @@ def test_a_restore_of_equal_tensors_ends_at_all_bytes(
         monkeypatch.setattr(arrivals, "TRIED_BYTES", 1 << 40)
     told = Sums()
     with Repository.init(url) as repo:
-        repo.commit(state, branch="equal", orphan=True)
+        repo.commit(state, branch="equal", options=CommitOptions(orphan=True))
         RESTORES[restore](repo, {name: torch.zeros_like(tensor) for name, tensor in state.items()}, told)
     *verifying, (_, restored, _) = told.phases
     assert all(total == done for _, total, done in told.phases)

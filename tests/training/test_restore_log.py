@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import PerRank, Repository, RNGState, StateDict
+from cas_ckpt import PerRank, Repository, RNGState, StateDict, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, MismatchError, NotFoundError
 from cas_ckpt.index import history, index
@@ -107,8 +107,8 @@ def test_a_restore_that_leaves_values_of_other_ranks_alone_proves_nothing_of_the
         return {"w": torch.ones(500, 500), "own": PerRank(torch.full((3000,), float(rank))), "few": PerRank(rank)}
 
     def commits(peers: Peers) -> None:
-        with closing(RepositoryHandle.open(path)) as handle:
-            commit_state(handle, state(peers.rank), CommitRequest(num_threads=1), peers=peers)
+        with closing(RepositoryHandle.open(path)) as handle, limits(num_threads=1):
+            commit_state(handle, state(peers.rank), CommitRequest(), peers=peers)
 
     def restores(peers: Peers) -> None:
         with closing(RepositoryHandle.open(path)) as handle:

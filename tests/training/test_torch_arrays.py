@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import InvalidInputError, Repository
+from cas_ckpt import ImportOptions, InvalidInputError, Repository
 
 Z = torch.tensor([1 + 2j, 3 - 4j])
 
@@ -28,7 +28,7 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 
 def imported(repo: Repository, path: Path, content: dict[str, Any]) -> dict[str, Any]:
     torch.save({**content, "array": np.arange(3)}, path)
-    loaded: dict[str, Any] = repo.load(repo.import_file(path, branch="of-file", create=True))
+    loaded: dict[str, Any] = repo.load(repo.import_file(path, branch="of-file", options=ImportOptions(create=True)))
     assert loaded["array"].tolist() == [0, 1, 2]
     return loaded
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from cas_ckpt import PerRank, Repository, RNGState, StateDict
+from cas_ckpt import CommitOptions, PerRank, Repository, RNGState, StateDict
 from cas_ckpt.errors import CkptError, PeerError
 from tests.ranks import die
 
@@ -105,7 +105,11 @@ def every_division(path: str) -> dict[str, Any]:
             train(*made)
             info = repo.commit({"model": made[0], "optim": made[1]}, branch="main")
             wanted = whole(*made)
-            root = alone.commit(wanted, branch="alone", orphan=True).root if dist.get_rank() == 0 else None
+            root = (
+                alone.commit(wanted, branch="alone", options=CommitOptions(orphan=True)).root
+                if dist.get_rank() == 0
+                else None
+            )
             fresh = make(seed=7)
             tensors = [param.data_ptr() for param in fresh[0].parameters() if not hasattr(param, "to_local")]
             repo.checkout(info.id, into={"model": fresh[0], "optim": fresh[1]})
@@ -134,7 +138,9 @@ def own_values(path: str) -> dict[str, Any]:
     with Repository.open(path, timeout_s=60) as repo:
         random.seed(rank)
         loader = PerRank(StateDict(position=rank * 100))
-        info = repo.commit({"rng": RNGState(), "loader": loader, "step": 5}, branch="own", orphan=True)
+        info = repo.commit(
+            {"rng": RNGState(), "loader": loader, "step": 5}, branch="own", options=CommitOptions(orphan=True)
+        )
         wanted = random.random()
         random.seed(99)
         loader.value["position"] = -1
@@ -155,7 +161,7 @@ def stages(path: str) -> dict[str, Any]:
     model[f"layer{rank}"](torch.rand(2, 300)).sum().backward()
     optim.step()
     with Repository.open(path, timeout_s=60) as repo:
-        info = repo.commit({"model": model, "optim": optim}, branch="stages", orphan=True)
+        info = repo.commit({"model": model, "optim": optim}, branch="stages", options=CommitOptions(orphan=True))
         wanted = {name: value.clone() for name, value in model.state_dict().items()}
         for param in model.parameters():
             param.data.zero_()
@@ -174,13 +180,13 @@ def half_of_the_job(path: str) -> dict[str, Any]:
     fully_shard(model, mesh=halves["shard"])
     wanted = gathered(get_model_state_dict(model))
     with Repository.open(path, group=groups[half], timeout_s=60) as repo:
-        info = repo.commit({"model": model}, branch=f"half-{half}", orphan=True)
+        info = repo.commit({"model": model}, branch=f"half-{half}", options=CommitOptions(orphan=True))
         for param in model.parameters():
             param.data.zero_()
         repo.checkout(info.id, into={"model": model})
     restored = same(gathered(get_model_state_dict(model)), wanted)
     with Repository.open(path, group=None) as alone:
-        root = alone.commit({"model": wanted}, branch=f"alone-{rank}", orphan=True).root
+        root = alone.commit({"model": wanted}, branch=f"alone-{rank}", options=CommitOptions(orphan=True)).root
     return {"root": info.root, "alone": root, "restored": restored}
 
 

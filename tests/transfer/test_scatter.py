@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cas_ckpt import limits
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, PeerError, StorageError
 from cas_ckpt.objects.spec import Box, Delivery, Placement
 from cas_ckpt.storage.file import FileStore
@@ -195,7 +196,8 @@ def test_a_neighbour_that_finds_other_bytes_where_it_was_pointed_raises_on_all(t
         kind = Changed if peers.rank == 1 else _Watched
         handle = state.open(lambda _: kind(tmp_path / "repo"))
         found = targets_of(handle, state.root, {"wide": None, "line": None}, peers.rank)
-        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2)
+        with limits(num_threads=2):
+            fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)
 
     outcomes = run_ranks(3, work, timeout_s=20, outcomes=True)
     assert [type(error) for error in outcomes] == [PeerError, CorruptionError, PeerError]
@@ -247,7 +249,8 @@ def test_one_rank_whose_connection_breaks_leaves_all_targets_of_all_ranks_untouc
         targets[peers.rank] = found
         if peers.rank == 1:
             handle.store.before_read = broken
-        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2)
+        with limits(num_threads=2):
+            fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)
 
     def broken(key: str, number: int) -> None:
         if key.endswith(".data"):

@@ -100,7 +100,7 @@ class _Content:
 def export_dcp(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
-    memory_bytes: int | None = None, progress: Progress = SILENT,
+    progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
 
@@ -116,7 +116,7 @@ def export_dcp(
         ConflictError: a checkpoint is there already. CorruptionError, StorageError.
     Nothing is left at `path` then.
     """
-    check_memory(memory_bytes, least_export_bytes(2 * CHUNK_BYTES), "an export as a DCP folder")
+    check_memory(least_export_bytes(2 * CHUNK_BYTES), "an export as a DCP folder")
     place, digest = FilePath(path), resolve(handle, revision)
     tree = select(load_tree(handle, Digest(commit_of(handle, digest).root)), KeyPatterns(keys))
     content = _collect(handle, tree)
@@ -132,7 +132,7 @@ def export_dcp(
                 for key, value in objects.items():
                     writer.write_object(key, value)
                 wanted = ((content.paths[chunk.key], content.tensors[chunk.key], chunk.box) for chunk in chunks)
-                arrays = arrays_in_turn(handle, wanted, memory_bytes=memory_bytes)
+                arrays = arrays_in_turn(handle, wanted)
                 for chunk, array in zip(chunks, arrays, strict=True):
                     progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key], array))
             objects = {}

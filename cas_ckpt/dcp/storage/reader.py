@@ -238,7 +238,6 @@ class CasStorageReader(StorageReader):
         allow_pickle: bool = False,
         index_url: str | None = None,
         cache: str | PathLike[str] | None = AUTO,
-        num_threads: int | None = None,
     ) -> None:
         """Nothing is opened yet.
 
@@ -257,7 +256,6 @@ class CasStorageReader(StorageReader):
         self._cast = cast
         self._flatten = flatten
         self._allow_pickle = allow_pickle
-        self._num_threads = num_threads
         self._catalog: Catalog | None = None
         self._rank = 0
         self._world_size = 1
@@ -343,10 +341,7 @@ class CasStorageReader(StorageReader):
             versions = catalog.layout(handle).versions if modules else {}
             wait_for_devices({read.found.device for read in reads})
             copies = [read.copy for read in reads if read.box.num_elements]
-            fetch_tensors(
-                handle, copies, num_threads=self._num_threads,
-                on_verified=lambda: setattr(handle, "head", UNKNOWN_HEAD),
-            )  # fmt: skip
+            fetch_tensors(handle, copies, on_verified=lambda: setattr(handle, "head", UNKNOWN_HEAD))
             for read in reads:
                 planner.commit_tensor(read.item, read.found)
             for item, stream in values:

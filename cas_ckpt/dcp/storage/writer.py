@@ -55,9 +55,11 @@ from cas_ckpt.dcp.storage.names import module_states
 from cas_ckpt.dcp.storage.staging import stage_state
 from cas_ckpt.dcp.storage.tree import RankPart
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
+from cas_ckpt.memory import current_limits, holding
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
-from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck, checked_fields
+from cas_ckpt.ops.commit.options import DEFAULT_AUDIT, OnConflict, OnDivergence, ReplicaCheck
+from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 from cas_ckpt.ops.refs import create_tag
 from cas_ckpt.training.stateful import module_versions
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
@@ -135,11 +137,10 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         no_dist: bool = False,
         index_url: str | None = None,
         cache: str | PathLike[str] | None = AUTO,
-        on_conflict: str = "retry",
+        on_conflict: OnConflict = "retry",
         allow_pickle: bool = False,
-        num_threads: int | None = None,
-        on_divergence: str = "raise",
-        replica_check: str = ReplicaCheck.CHECKSUM,
+        on_divergence: OnDivergence = "raise",
+        replica_check: ReplicaCheck = "checksum",
         replica_audit: float = DEFAULT_AUDIT,
     ) -> None:
         """Nothing is opened yet.
@@ -164,9 +165,10 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._request = CommitRequest(
             branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
             metrics={} if metrics is None else metrics, meta=meta,
-            on_conflict=on_conflict, allow_pickle=allow_pickle, num_threads=num_threads,
+            on_conflict=on_conflict, allow_pickle=allow_pickle,
             on_divergence=on_divergence, replica_check=replica_check, replica_audit=replica_audit, verb="dcp.save",
         )  # fmt: skip
+        self._limits = current_limits()
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._no_dist = no_dist
@@ -188,7 +190,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         # Process executors send the writer to a process whose default group is ours over again.
         save = self._coming()
         self._staged = None if save is not None else self._staged
-        kept = ("_place", "_request", "_timeout_s", "_no_dist", "_own_tag", "_members")
+        kept = ("_place", "_request", "_limits", "_timeout_s", "_no_dist", "_own_tag", "_members")
         versions = self._versions if save is None else save.versions
         return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_versions": versions}
 
@@ -402,7 +404,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             branch = self._request.branch
             if self._place.brought is not None and branch is not None and branch_target(handle, branch) is not None:
                 handle.head = Head(branch)  # saves of this process may have led there since
-            save.commit = self.commit = commit_live(handle, tree, self._request, peers=peers)
+            with holding(self._limits):  # an executor of DCP may run this in another thread, or in another process
+                save.commit = self.commit = commit_live(handle, tree, self._request, peers=peers)
         return paths
 
 

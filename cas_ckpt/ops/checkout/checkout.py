@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
@@ -39,7 +38,7 @@ from cas_ckpt.core.tree import decode_values, python_gc_paused, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.memory import check_memory, memory_budget
+from cas_ckpt.memory import check_memory, limits, memory_budget
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
@@ -51,7 +50,7 @@ from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_par
 from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
-from cas_ckpt.transfer.workers import one_ahead, thread_count
+from cas_ckpt.transfer.workers import one_ahead
 
 BATCH_BYTES = 48 * 1024 * 1024
 """About as much is read together by who uses one array after the other; two such batches are in memory."""
@@ -67,8 +66,6 @@ def fetch_tensors(
     handle: RepositoryHandle,
     copies: Sequence[TensorCopy],
     *,
-    num_threads: int | None = None,
-    memory_bytes: int | None = None,
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
     unseen: bool = False,
@@ -77,7 +74,6 @@ def fetch_tensors(
     """Fill every target with its tensor, or with the box of it that is wanted; how many plain bytes were read for it.
 
     Args:
-        memory_bytes: Most memory that this takes beyond the targets; None: see memory.py.
         on_verified: Called before the first target is touched: when everything is verified, unless in one pass.
         unseen: Nobody knows the targets yet: they may be touched before, and are undefined when this raises.
         atomic: False: all is verified, but in one pass; some targets may be overwritten when damage is found.
@@ -90,8 +86,7 @@ def fetch_tensors(
         try:
             with nullcontext() if unseen else _naming_overwritten(chunks):
                 fetch_chunks(
-                    store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
-                    memory_bytes=memory_bytes, progress=progress, relocate=handle.relocate, on_verified=on_verified,
+                    store, chunks, progress=progress, relocate=handle.relocate, on_verified=on_verified,
                     one_pass=unseen or not atomic,
                 )  # fmt: skip
             break
@@ -123,19 +118,15 @@ def _naming_overwritten(chunks: Sequence[StoredChunk]) -> Iterator[None]:
         raise
 
 
-def restore_budget(given: int | None, copies: Sequence[TensorCopy], *, num_ranks: int = 1) -> int:
-    """Most memory that may be taken to fill these targets, beyond them.
+def check_restore(copies: Sequence[TensorCopy]) -> None:
+    """Refuse a limit of memory with which these targets cannot be filled.
 
-    Args:
-        given: What the caller wants; None: see memory.py.
-        num_ranks: Ranks on this machine that do the same.
     Raises:
-        MemoryBudgetError: it is too little for so many tensors.
+        MemoryBudgetError: says how much is needed.
     """
     stored = [copy.stored.spec.num_bytes for copy in copies if copy.stored.node is not None]
     least = least_bytes(len(copies), len(stored) + sum(stored) // LONGEST_BYTES)
-    check_memory(given, least, f"a restore of {len(copies)} tensors")
-    return memory_budget(given, num_ranks=num_ranks)
+    check_memory(least, f"a restore of {len(copies)} tensors")
 
 
 def _planned_chunks(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[StoredChunk]:
@@ -216,9 +207,7 @@ Wished: TypeAlias = tuple[Path, StoredTensor, Box]
 """Where a tensor is in the state, the tensor, and what is wanted of it."""
 
 
-def read_arrays(
-    handle: RepositoryHandle, wanted: Sequence[Wished], *, memory_bytes: int | None = None
-) -> list[np.ndarray[Any, Any]]:
+def read_arrays(handle: RepositoryHandle, wanted: Sequence[Wished]) -> list[np.ndarray[Any, Any]]:
     """The elements of all these boxes as new arrays of raw items.
 
     Raises:
@@ -229,19 +218,15 @@ def read_arrays(
         TensorCopy(path, stored, NewArray(array), box=box)
         for (path, stored, box), array in zip(wanted, found, strict=True)
     ]
-    fetch_tensors(handle, copies, memory_bytes=memory_bytes, unseen=True)
+    fetch_tensors(handle, copies, unseen=True)
     return found
 
 
-def arrays_in_turn(
-    handle: RepositoryHandle, wanted: Iterable[Wished], *, memory_bytes: int | None = None
-) -> Iterator[np.ndarray[Any, Any]]:
-    """The elements of each box, as a new C-contiguous array of raw items, in bounded memory.
+def arrays_in_turn(handle: RepositoryHandle, wanted: Iterable[Wished]) -> Iterator[np.ndarray[Any, Any]]:
+    """The elements of each box, as a new C-contiguous array of raw items, in bounded memory, the arrays among it.
 
     Over a network many are read at once, and the next while one is used.
 
-    Args:
-        memory_bytes: Most memory that this takes, with the arrays; None: see memory.py.
     Raises:
         CorruptionError, NotFoundError: naming the tensor, at the latest when it is its turn.
     """
@@ -249,8 +234,12 @@ def arrays_in_turn(
         for _, stored, box in wanted:
             yield read_array(handle, stored, box)
         return
-    most = memory_budget(memory_bytes)
-    read = partial(read_arrays, handle, memory_bytes=most // 2)
+    most = memory_budget()
+
+    def read(batch: Sequence[Wished]) -> list[np.ndarray[Any, Any]]:
+        with limits(memory_bytes=most // 2):
+            return read_arrays(handle, batch)
+
     for arrays in one_ahead(read, _batches(wanted, min(BATCH_BYTES, most // 4))):
         arrays.reverse()
         while arrays:  # each is forgotten once it was used
@@ -277,8 +266,6 @@ def fetch_on_ranks(
     copies: Sequence[TensorCopy],
     *,
     peers: Peers,
-    num_threads: int | None = None,
-    memory_bytes: int | None = None,
     progress: Progress = SILENT,
     on_planned: Callable[[ReadPlan, Sequence[StoredTensor]], object] | None = None,
     on_verified: Callable[[], object] = nothing,
@@ -291,7 +278,6 @@ def fetch_on_ranks(
     Args:
         copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
             want different keys and different parts.
-        memory_bytes: Most memory that this takes on this rank, beyond the targets; None: see memory.py.
         progress: Gets the bytes that this rank verifies, and of those that come into its targets.
         on_planned: Called with the plan of all ranks, and the tensors that its requests are for, once it is made. A
             process that is alone, and divides nothing, makes none.
@@ -305,16 +291,12 @@ def fetch_on_ranks(
         PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
     """
     if peers.size == 1 and all(copy.placement is None for copy in copies):
-        return fetch_tensors(
-            handle, copies, num_threads=num_threads, memory_bytes=memory_bytes, progress=progress,
-            on_verified=on_verified, atomic=atomic,
-        )  # fmt: skip
+        return fetch_tensors(handle, copies, progress=progress, on_verified=on_verified, atomic=atomic)
     chunks, cells, incoming = _plan_shared(handle, copies, peers, on_planned)
     verify_and_scatter(
         handle.store, chunks, cells, incoming,
         fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
-        peers=peers, num_threads=thread_count(num_threads), memory_bytes=memory_bytes, progress=progress,
-        relocate=handle.relocate, on_verified=on_verified,
+        peers=peers, progress=progress, relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
     return sum(chunk.num_bytes for chunk in chunks)
 

@@ -31,7 +31,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import NotFoundError, PeerError
 from cas_ckpt.layout.holdings import one_replica
-from cas_ckpt.memory import available_bytes, memory_budget
+from cas_ckpt.memory import available_bytes, current_limits, default_budget
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.merge_states import (
@@ -47,7 +47,7 @@ from cas_ckpt.ops.commit.merge_states import (
     unpack_description,
 )
 from cas_ckpt.ops.commit.outcome import Outcome, broadcast_outcome, read_outcome, refusal_message, simple_message
-from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence
+from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
 from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Call, Peers, compare_calls, distinct_messages, named
@@ -105,7 +105,7 @@ def agree(
         "generation": [begun.number, begun.nonce],
         "host": socket.gethostname(),
         "index": handle.index.place,
-        "memory": [request.memory_bytes, available_bytes(), held_bytes],
+        "memory": [current_limits().memory_bytes, available_bytes(), held_bytes],
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
     reports = compare_calls(peers, _call(request, fields), header)
@@ -117,7 +117,7 @@ def agree(
     if not _is_compared(distinct):
         _check_place(reports)
     tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
-    warn = request.on_divergence == OnDivergence.WARN
+    warn = request.on_divergence == "warn"
     merged = merge_states(distinct, tensors, warn=warn)
     _gather_small(merged, tensors, peers, warn=warn)
     generations = {Generation(*each["generation"]) for each in reports}
@@ -125,7 +125,7 @@ def agree(
     shares = (own["host"], own["index"]) == (reports[0]["host"], reports[0]["index"]) and not handle.index.in_memory
     on_host = Counter(each["host"] for each in reports)
     free_bytes = min(
-        memory_budget(given, num_ranks=on_host[each["host"]], left_bytes=left) - held
+        (default_budget(left, num_ranks=on_host[each["host"]]) if given is None else given) - held
         for each in reports
         for given, left, held in [each["memory"]]
     )

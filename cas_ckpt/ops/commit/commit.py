@@ -76,7 +76,7 @@ def commit_tree(
         PeerError: another rank failed, or disagrees; says who and what.
         InvalidInputError, UnsupportedValueError, FrozenChangedError: before anything is written
             that could be seen. ConflictError: the branch moved. StorageError: the medium refused.
-        MemoryBudgetError: `request.memory_bytes` is too little for this state; before anything is written.
+        MemoryBudgetError: the limit of memory is too little for this state; before anything is written.
     """
     with collective_errors(peers):
         return _commit(handle, state, request, peers, memory, progress)[0]
@@ -109,7 +109,7 @@ def _commit(
     if memory is None and (request.frozen is not None or request.frozen_keys):
         memory = FrozenMemory()
     size = measure(state)
-    check_room(handle, request, size)
+    check_room(handle, size)
     for _ in range(MAX_GENERATIONS):
         try:
             with Session(handle.store) as session:

@@ -20,7 +20,7 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Flavor, TensorItem
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
-from cas_ckpt.ops.commit.request import CommitRequest, FrozenCheck
+from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.save import TensorWork
 
 Regions: TypeAlias = Callable[[TensorWork], tuple[Box, ...]]
@@ -105,7 +105,7 @@ class FrozenMemory:
         seen = self._seen.get(key)
         if not isinstance(seen, _Seen) or seen.spec != item.spec or seen.regions != regions:
             return False
-        if check == FrozenCheck.CHECKSUM:
+        if check == "checksum":
             found = seen.sums is not None
         else:
             found = item.identity is not None and item.identity[-1] is not None and seen.identity == item.identity
@@ -151,7 +151,7 @@ class FrozenMemory:
         for key, entry in inline.items():
             if not self._may_be(key, entry):
                 raise _changed(key)
-        tensors = _summed(drafts, regions, checksums if request.frozen_check == FrozenCheck.CHECKSUM else None)
+        tensors = _summed(drafts, regions, checksums if request.frozen_check == "checksum" else None)
         trusted = []
         for each in tensors:
             seen = self._trusted(each)

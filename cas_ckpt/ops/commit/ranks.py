@@ -38,7 +38,7 @@ from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
-from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence, ReplicaCheck
+from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
 from cas_ckpt.ops.commit.save import RegionSums, Saved, StateSize, held_bytes_of, room_for, save_chunks
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
@@ -77,11 +77,11 @@ def save_on_ranks(
         raise GenerationMoved
     draft = Draft(agreement.merged.state, allow_pickle=request.allow_pickle)
     works = list(draft.works())
-    num_threads = thread_count(request.num_threads, most=default_threads() // agreement.num_neighbours)
-    room = room_for(handle, request, size, num_threads=num_threads, num_ranks=agreement.num_neighbours)
+    num_threads = thread_count(most=default_threads() // agreement.num_neighbours)
+    room = room_for(handle, size, num_threads=num_threads, num_ranks=agreement.num_neighbours)
     sums = RegionSums(num_threads)
     held = _compared(_held(draft, works, agreement, peers.size), works, agreement, request, peers, sums)
-    plan = SavePlan(held, peers.size, memory_bytes=agreement.free_bytes)
+    plan = SavePlan(held, peers.size, budget_bytes=agreement.free_bytes)
     own = PerRankValues(state, agreement.merged.ranks_paths, peers.rank, allow_pickle=request.allow_pickle)
     whole_cells = plan.whole_cells(peers.rank)
     mine = [tuple(box for shard in each.shards if peers.rank in shard.ranks for box in shard.pieces) for each in held]
@@ -146,14 +146,14 @@ def _compared(
     sums: RegionSums,
 ) -> list[Held]:
     """`held`, but of what differs between ranks one replica alone; or the error."""
-    wants_sums = request.replica_check == ReplicaCheck.CHECKSUM
+    wants_sums = request.replica_check == "checksum"
     found = compare_replicas(
         held, [work.source for work in works], peers,
         checksums=(lambda regions: sums.of([(works[at], box) for at, box in regions])) if wants_sums else None,
         share=request.replica_audit, seed=agreement.seed,
     )  # fmt: skip
     tensors = dict.fromkeys(each.tensor for each in found)
-    if found and request.on_divergence == OnDivergence.RAISE:
+    if found and request.on_divergence == "raise":
         raise PeerError(
             f"{found[0].text} ({len(found)} regions of {len(tensors)} tensors differ): find out why, wrap what "
             "each rank is to keep in PerRank (in dcp.save: put the rank into its key), "

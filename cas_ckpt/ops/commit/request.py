@@ -23,29 +23,34 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import cas_ckpt
-from cas_ckpt.arguments import checked_step
+from cas_ckpt.arguments import check_choice, check_flag, check_real, check_whole, checked_step
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, branch_target, check_free
 from cas_ckpt.core.records import PARTLY_FROM, Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_new_name, check_text, default_author, is_whole_id
-from cas_ckpt.core.revisions import Revision, nearly, other_meaning, resolve, resolve_named, revision_text
+from cas_ckpt.core.revisions import nearly, other_meaning, resolve, resolve_named, revision_text
 from cas_ckpt.core.signatures import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, Node, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
+from cas_ckpt.ops.commit.options import (
+    CommitOptions,
+    FrozenCheck,
+    OnConflict,
+    OnDivergence,
+    ReplicaCheck,
+    SnapshotKind,
+    WorkerKind,
+)
 from cas_ckpt.storage.bucket_url import SECRET, without_secrets
-
-DEFAULT_AUDIT = 0.01
-"""Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
 
 REQUIRES_GRAD = "requires_grad"
 """As a pattern of `frozen=`: all parameters that require no gradient."""
@@ -54,113 +59,61 @@ GIT_TIMEOUT_S = 10
 """A working directory on a slow network disk must not hold up a commit for long."""
 
 
-class OnConflict(StrEnum):
-    """Behaviour of a commit when its branch has moved since the call began."""
-
-    RETRY = "retry"
-    RAISE = "raise"
-
-
-class OnDivergence(StrEnum):
-    """Behaviour of a commit with replicas that differ."""
-
-    RAISE = "raise"
-    WARN = "warn"
-
-
-class FrozenCheck(StrEnum):
-    """How a commit finds out that a frozen tensor is what it was."""
-
-    CHECKSUM = "checksum"
-    VERSION = "version"
-
-
-class ReplicaCheck(StrEnum):
-    """How much of what several ranks hold is compared."""
-
-    CHECKSUM = "checksum"
-    SAMPLE = "sample"
-
-
-_CHOICES: Mapping[str, type[StrEnum]] = {
+_CHOICES: Mapping[str, Any] = {
     "on_conflict": OnConflict, "on_divergence": OnDivergence, "frozen_check": FrozenCheck,
-    "replica_check": ReplicaCheck,
+    "replica_check": ReplicaCheck, "snapshot": SnapshotKind, "worker": WorkerKind,
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRequest:
-    """The fields of a commit, and how it is made.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRequest(CommitOptions):
+    """A commit as a verb asks for it: its options, what the call says, and what the verb adds.
 
     Attributes:
         branch: Name of the branch; None: where `head` says, or the default branch.
         head: Where the state came from, see core/publish.py; None: not known, and the commit goes on top
-            of whatever the branch names, which it begins if need be.
-        create: The branch may be begun though its name is nearly that of another.
-        orphan: The branch may be begun without a parent.
+            of whatever the branch names, which it begins if need be. `came_from` takes its place.
         step: Training step. metrics: Numbers by name; NaN and infinities too.
         meta: A plain value of the user's.
-        on_conflict: "retry" goes on top of whatever head is there; "raise" reports that the
-            branch moved since the call began.
         frozen: Patterns of keys whose tensors do not change in this process.
         frozen_keys: Whole keys of more such tensors; may be empty, and may name what is not there.
-        frozen_check: "checksum" compares every byte at each commit; "version" believes that memory whose
-            version counter is unchanged is unchanged.
-        frozen_audit: Share of the frozen chunks hashed all the same, 0..1.
-        allow_pickle: Pickle values that cannot be expressed otherwise.
-        other_parents: Commits that this one joins, after the branch's head.
-        parents: The same as revisions, behind those.
-        came_from: The revision that the state came from, in place of `head`.
-        lineage: What the state was made from, apart from its parents.
-        provenance: Keep where and by what the commit is made; a mapping is kept with it.
+        other_parents: Commits that this one joins, after the branch's head and before `parents`.
         command, folder: The command line of the provenance, and where git is asked for it; None: those of this
             process, its working directory, when the commit is made.
-        replica_check: "checksum" compares every byte that several ranks hold; "sample" only `replica_audit`.
-        replica_audit: Share of what several ranks hold that every one of them hashes to be
-            compared, 0..1; of each tensor at least one stretch of 128 KiB.
-        on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
-        memory_bytes: Most memory beyond the state, on this rank; None: see memory.py.
-        sign: The absolute path of the key that signs the commit; only the rank that publishes needs it.
+        sign: The absolute path of the key; only the rank that publishes needs it.
         look: Asked on every rank once all that it holds is saved, before it tells the others; what it raises ends the
             commit.
         announce: Told each commit that it may become, right before a ref is swapped to name it; on the rank that
             publishes. What it raises ends the commit.
         verb: What was called, as errors name it if other ranks call something else.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
+        snapshot, worker: Of `commit_async`.
     """
 
     branch: str | None = None
     head: Head | None = None
-    create: bool = False
-    orphan: bool = False
     message: str | None = ""
-    author: str | None = None
     step: Any = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
     meta: Any = None
-    on_conflict: str = OnConflict.RETRY
     frozen: str | Sequence[str] | None = None
     frozen_keys: frozenset[str] = frozenset()
-    frozen_check: str = FrozenCheck.CHECKSUM
-    frozen_audit: float = DEFAULT_AUDIT
-    allow_pickle: bool = False
     other_parents: Sequence[Digest] = ()
-    parents: Sequence[Revision] = ()
-    came_from: Revision | None = None
-    lineage: Sequence[Lineage] = ()
-    provenance: bool | Mapping[str, Any] = False
     command: Sequence[str] | None = None
     folder: str | None = None
-    num_threads: int | None = None
-    memory_bytes: int | None = None
-    replica_check: str = ReplicaCheck.CHECKSUM
-    replica_audit: float = DEFAULT_AUDIT
-    on_divergence: str = OnDivergence.RAISE
     sign: str | None = None
     look: Callable[[], object] | None = None
     announce: Callable[[Node], object] | None = None
     verb: str = "commit"
     called_at: str = ""
+    snapshot: SnapshotKind = "copy"
+    worker: WorkerKind = "thread"
+
+    @classmethod
+    def of(cls, options: CommitOptions, **call: Any) -> CommitRequest:
+        """The request that has these options."""
+        given = {each.name: getattr(options, each.name) for each in fields(CommitOptions)}
+        return cls(**given | call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +151,17 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     Raises:
         InvalidInputError: says which field cannot be stored.
     """
-    for name, kind in _CHOICES.items():
-        try:
-            kind(getattr(request, name))
-        except ValueError:
-            wanted = " or ".join(repr(choice.value) for choice in kind)
-            raise InvalidInputError(f"{name} is {wanted}, not {getattr(request, name)!r}") from None
-    for what, share in (("frozen tensors", request.frozen_audit), ("replicas", request.replica_audit)):
+    for name, choices in _CHOICES.items():
+        check_choice(name, getattr(request, name), choices)
+    for name in ("create", "orphan", "allow_pickle"):
+        check_flag(name, getattr(request, name))
+    for name in ("frozen_audit", "replica_audit"):
+        share = check_real(name, getattr(request, name))
         if not 0 <= share <= 1:
-            raise InvalidInputError(f"the audited share of {what} is {share}: give a number from 0 to 1")
+            raise InvalidInputError(f"{name} is {share}: give a number from 0 to 1")
+    check_whole("max_in_flight", request.max_in_flight, least=1)
+    if request.staging_bytes is not None:
+        check_whole("staging_bytes", request.staging_bytes)
     if request.branch is not None:
         check_new_name(request.branch)
     author = request.author if request.author is not None else default_author()
@@ -214,12 +169,13 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     check_text("message", message)
     check_text("author", author)
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
-    if not isinstance(request.metrics, Mapping):
+    given_metrics = {} if request.metrics is None else request.metrics
+    if not isinstance(given_metrics, Mapping):
         raise InvalidInputError(
             f'metrics are {shown_value(request.metrics)}: give numbers by name, e.g. {{"loss": 2.3}}'
         )
     metrics = {}
-    for name, value in request.metrics.items():
+    for name, value in given_metrics.items():
         metrics[name] = _metric(name, value)
     for name, listed in (("lineage", request.lineage), ("parents", request.parents)):
         if isinstance(listed, str) or not isinstance(listed, Sequence):
@@ -412,7 +368,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
         branch = check_name(handle.default_branch if request.branch is None else request.branch)
         ref = branch_ref(handle, branch)
         require_signer(handle, ref, branch, request.sign)
-        if request.on_conflict == OnConflict.RETRY:
+        if request.on_conflict == "retry":
             return Destination(branch)
         return Destination(branch, None if ref is None else ref.target)
     named = head.branch if request.branch is None else request.branch
@@ -430,7 +386,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     if target is None and request.orphan:
         origin = None
     expected: Digest | None | AnyHead = ANY_HEAD
-    if request.on_conflict == OnConflict.RAISE:
+    if request.on_conflict == "raise":
         expected = origin if attached and target is not None else target
     declared = origin in ancestry.parents
     for edge in ancestry.lineage:

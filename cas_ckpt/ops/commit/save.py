@@ -20,7 +20,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import PeerError
-from cas_ckpt.memory import check_memory, memory_budget
+from cas_ckpt.memory import check_memory, current_limits, memory_budget
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node
@@ -111,16 +111,14 @@ def measure(state: Container) -> StateSize:
     return StateSize(num_bytes, num_entries, divided, read_bytes)
 
 
-def room_for(
-    handle: RepositoryHandle, request: CommitRequest, size: StateSize, *, num_threads: int, num_ranks: int = 1
-) -> SaveMemory:
+def room_for(handle: RepositoryHandle, size: StateSize, *, num_threads: int, num_ranks: int = 1) -> SaveMemory:
     """Memory budget of the save step, and the number of threads that fit into it.
 
     Args:
         num_ranks: Ranks on this machine that commit together.
     """
     return divide(
-        memory_budget(request.memory_bytes, num_ranks=num_ranks), num_threads=num_threads,
+        memory_budget(num_ranks=num_ranks), num_threads=num_threads,
         num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
         abilities=handle.store.abilities, read_bytes=size.read_bytes,
     )  # fmt: skip
@@ -131,7 +129,7 @@ def held_bytes_of(handle: RepositoryHandle, size: StateSize) -> int:
     return held_bytes(num_entries=size.num_entries, num_bytes=size.num_bytes, abilities=handle.store.abilities)
 
 
-def check_room(handle: RepositoryHandle, request: CommitRequest, size: StateSize) -> None:
+def check_room(handle: RepositoryHandle, size: StateSize) -> None:
     """Refuse a budget of memory in which this state cannot be saved.
 
     Raises:
@@ -141,7 +139,7 @@ def check_room(handle: RepositoryHandle, request: CommitRequest, size: StateSize
         num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
         abilities=handle.store.abilities, read_bytes=size.read_bytes,
     )  # fmt: skip
-    check_memory(request.memory_bytes, least, f"a commit of {size.num_entries} entries here")
+    check_memory(least, f"a commit of {size.num_entries} entries here")
 
 
 class RegionSums:
@@ -187,15 +185,15 @@ def save_alone(
         works = list(works)
         frozen = memory.prepare(
             draft, request, KeyPatterns(request.frozen, request.frozen_keys), known=handle.known,
-            regions=lambda work: (work.spec.box,), checksums=RegionSums(thread_count(request.num_threads)).of,
+            regions=lambda work: (work.spec.box,), checksums=RegionSums(thread_count()).of,
         )  # fmt: skip
     num_threads = 1
     paused: AbstractContextManager[object] = python_gc_paused()
-    if request.num_threads or size.num_bytes >= 2 * BYTES_PER_THREAD:
+    if current_limits().num_threads or size.num_bytes >= 2 * BYTES_PER_THREAD:
         # A large state takes seconds, in which other threads of the process may need Python's collector.
-        num_threads = thread_count(request.num_threads, most=size.num_bytes // BYTES_PER_THREAD)
+        num_threads = thread_count(most=size.num_bytes // BYTES_PER_THREAD)
         paused = nullcontext()
-    room = room_for(handle, request, size, num_threads=num_threads)
+    room = room_for(handle, size, num_threads=num_threads)
     with paused:
         packs = save_chunks(handle, works, session, num_bytes=size.num_bytes, room=room, progress=progress)
     hashed = {} if memory is None or frozen is None else memory.check(frozen)

@@ -60,13 +60,11 @@ class DiffRequest:
         keys: Patterns; only entries that match.
         numbers: Compare the elements of changed tensors.
         values: Decode values and the attributes of containers.
-        num_threads: For numbers; None: one for each core.
     """
 
     keys: str | Sequence[str] | None = None
     numbers: bool = False
     values: bool = False
-    num_threads: int | None = None
 
 
 @python_gc_paused()
@@ -118,7 +116,7 @@ def _entries(
     if request.numbers:
         wanted = [pair for pair in tensors if pair.before.spec.shape == pair.after.spec.shape]
         work = [(pair, chunks[pair.path]) for pair in wanted]
-        found = tensor_numbers(handle, work, num_threads=request.num_threads, progress=progress)
+        found = tensor_numbers(handle, work, progress=progress)
         numbers = {pair.path: each for pair, each in zip(wanted, found, strict=True)}
     moved = _moved(pairs)
     sources = set(moved.values())

@@ -96,11 +96,7 @@ class _Stretch:
 
 
 def tensor_numbers(
-    handle: RepositoryHandle,
-    tensors: Sequence[tuple[TensorPair, ChunkChange]],
-    *,
-    num_threads: int | None = None,
-    progress: Progress = SILENT,
+    handle: RepositoryHandle, tensors: Sequence[tuple[TensorPair, ChunkChange]], *, progress: Progress = SILENT
 ) -> list[TensorNumbers]:
     """The numbers of each of these tensors; the two sides of each have equal shapes.
 
@@ -124,7 +120,7 @@ def tensor_numbers(
                 [stretch.key for stretch in batch],
             )
             measurer = partial(_measurer, handle.store, located, found, progress)
-            at_once = max(thread_count(num_threads), min(handle.num_requests, MOST_REQUESTS))
+            at_once = max(thread_count(), min(handle.num_requests, MOST_REQUESTS))
             run_all(enumerate(batch), measurer, num_threads=min(at_once, len(batch)))
             for at, stretch in enumerate(batch):
                 sums[stretch.number].add(found[at])

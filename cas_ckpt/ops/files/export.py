@@ -75,7 +75,7 @@ class _Tensor:
 def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, adapter: str | None = None,
-    force: bool = False, memory_bytes: int | None = None, progress: Progress = SILENT,
+    force: bool = False, progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
     """Write the tensors of the state `root` to `path`, in bounded memory.
 
@@ -96,10 +96,10 @@ def export_safetensors(
         UnsupportedValueError: an entry that safetensors cannot hold, by its key.
         InvalidInputError: two tensors of one name, a bad limit. NotFoundError: a pattern matches nothing.
         ConflictError: a file exists already. CorruptionError, StorageError.
-        MemoryBudgetError: `memory_bytes` is too little.
+        MemoryBudgetError: the limit of memory is too little.
     Nothing is left at `path` then.
     """
-    check_memory(memory_bytes, least_export_bytes(STEP_BYTES), "an export")
+    check_memory(least_export_bytes(STEP_BYTES), "an export")
     place = FilePath(path)
     is_file = place.suffix == SUFFIX
     folder, stem = (place.parent, place.stem) if is_file else (place, "model" if adapter is None else ADAPTER_WEIGHTS)
@@ -134,7 +134,7 @@ def export_safetensors(
     ):  # fmt: skip
         for name, shard in zip(names, shards, strict=True):
             with output.open(name) as file:
-                _write_shard(handle, shard, file, metadata or {}, memory_bytes, progress)
+                _write_shard(handle, shard, file, metadata or {}, progress)
         for name, data in extra.items():
             with output.open(name) as file:
                 file.write(data)
@@ -260,14 +260,14 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
 
 def _write_shard(
     handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], metadata: Mapping[str, str],
-    memory_bytes: int | None, progress: Progress,
+    progress: Progress,
 ) -> None:  # fmt: skip
     stored = {tensor.name: tensor.stored for tensor in tensors}
     order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
     file.write(encode_header(order, {"format": "pt", **metadata}))
     keys = {tensor.name: parse_key(tensor.key) for tensor in tensors}
     wanted = ((keys[name], stored[name], box) for name, spec in order for box in bands(spec))
-    for array in arrays_in_turn(handle, wanted, memory_bytes=memory_bytes):
+    for array in arrays_in_turn(handle, wanted):
         file.write(array.reshape(-1).view(np.uint8).data)
         progress.advance(array.nbytes)
 

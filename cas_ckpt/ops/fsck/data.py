@@ -75,7 +75,6 @@ class DataOptions:
     subset: Subset | None = None
     max_duration_s: float | None = None
     max_age_s: float | None = None
-    num_threads: int | None = None
     dice: random.Random = field(default_factory=random.SystemRandom)
     shard: PackShard | None = None
 
@@ -143,7 +142,7 @@ def read_data(
     chosen = choose_packs(packs, options, scrubs, now_us=_now_us(), proven=proven, remembers=remembers)
     reading = _Reading(store, structure, log, options)
     with phase(progress, "reading data", sum(packs[key] for key in chosen)):
-        num_threads = thread_count(options.num_threads)
+        num_threads = thread_count()
         verify_units(store, reading.units(chosen), done=reading.done, num_threads=num_threads, progress=progress)
     findings.count("read_bytes", reading.read_bytes)
     findings.count("read_packs", reading.read_packs)

@@ -27,9 +27,9 @@ from cas_ckpt.index.entries import StoredLeaf
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.texts import storable
 from cas_ckpt.layout.holdings import holdings
+from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.layouts import Division, Holders, holders_of, is_nameable
-from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.rank_runs import RankSet
 from cas_ckpt.objects.spec import Box, BoxPlacement, Grid

@@ -24,6 +24,7 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve, revision_texts
 from cas_ckpt.core.settings import check_remote_name
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError
+from cas_ckpt.memory import limits
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
@@ -85,9 +86,10 @@ def create_bundle(
     try:
         config = Config(new_store_id(), handle.default_branch, handle.config.encoding, handle.config.pack_bytes)
         write_config(writer, config)
-        options = SendOptions("bundle", num_threads=1, progress=progress, assumed=assumed)
+        options = SendOptions("bundle", progress=progress, assumed=assumed)
         with closing(handle_on(writer, config)) as target:
-            report = send(handle, target, updates, options, near=handle)
+            with limits(num_threads=1):  # it is one file
+                report = send(handle, target, updates, options, near=handle)
             num_bytes = writer.finish(needed)
     finally:
         writer.close()
@@ -142,10 +144,7 @@ def take_bundle(
         return replace(send(source, handle, updates, options, near=handle), url=store.url)
 
 
-def verify_bundle(
-    handle: RepositoryHandle, path: str | os.PathLike[str], *, num_threads: int | None = None,
-    progress: Progress = SILENT,
-) -> BundleInfo:  # fmt: skip
+def verify_bundle(handle: RepositoryHandle, path: str | os.PathLike[str], *, progress: Progress = SILENT) -> BundleInfo:
     """Read and hash every byte of a bundle, and see that it and this repository have all that its commits need.
 
     Raises:
@@ -156,7 +155,7 @@ def verify_bundle(
         bad: list[BadExtent] = []
         with phase(progress, "verifying", store.size_bytes):
             verify_units(
-                store, _units(store), done=lambda _, found: bad.extend(found), num_threads=thread_count(num_threads),
+                store, _units(store), done=lambda _, found: bad.extend(found), num_threads=thread_count(),
                 progress=progress,
             )  # fmt: skip
         if bad:

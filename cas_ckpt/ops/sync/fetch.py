@@ -65,22 +65,20 @@ class FetchRequest:
     tags: bool | None = None
     prune: bool = False
     dry_run: bool = False
-    num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     depth: int | None = None
     filter: Sequence[str] = ()
     commits: Sequence[str] = ()
     widen: bool = False
-    memory_bytes: int | None = None
     force: bool = False
 
     @property
     def options(self) -> SendOptions:
         """How to send."""
         return SendOptions(
-            "fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress, depth=self.depth,
-            keys=tuple(self.filter), again=self.widen, memory_bytes=self.memory_bytes,
+            "fetch", self.dry_run, self.max_bandwidth, self.progress, depth=self.depth, keys=tuple(self.filter),
+            again=self.widen,
         )  # fmt: skip
 
 

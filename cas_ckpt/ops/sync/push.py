@@ -53,11 +53,9 @@ class PushRequest:
     force: bool = False
     lease: bool | str = False
     dry_run: bool = False
-    num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     shard: PackShard | None = None
-    memory_bytes: int | None = None
 
 
 def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
@@ -72,10 +70,7 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
     updates = [_leased(handle, update, request, name) for update in updates]
     if not updates:
         raise InvalidInputError("nothing to push: there are no such branches or tags here")
-    options = SendOptions(
-        "push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress, shard=request.shard,
-        memory_bytes=request.memory_bytes,
-    )  # fmt: skip
+    options = SendOptions("push", request.dry_run, request.max_bandwidth, request.progress, shard=request.shard)
     with opened(url, read_only=request.dry_run, cache=handle.cache_place) as other:
         if remote is not None:
             recognise(handle, other, remote, dry_run=request.dry_run)

@@ -44,7 +44,7 @@ from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
 from cas_ckpt.core.signatures import check_move
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.memory import check_memory
+from cas_ckpt.memory import check_memory, current_limits
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
@@ -100,19 +100,16 @@ class SendOptions:
 
     Attributes:
         action: What the log of a ref says was done.
-        num_threads: None: as many as the stores have use for.
         max_bandwidth: Bytes a second at most; None: no limit.
         depth: Only so many commits on every way back from a tip come with their data; None: all.
         shard: Copy only chunks out of these packs of the source, and move no ref: the rest is a later push's.
         keys: Patterns of the keys whose chunks are copied, the others being promised by the source; empty: all.
         again: Go through commits that the target has already, too, unless they are forgotten there.
         assumed: Commits that whoever reads the target has, with all that they lead to: for a bundle.
-        memory_bytes: Most memory for what is under way; None: see memory.py.
     """
 
     action: str
     dry_run: bool = False
-    num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     depth: int | None = None
@@ -120,7 +117,6 @@ class SendOptions:
     keys: tuple[str, ...] = ()
     again: bool = False
     assumed: frozenset[Digest] = frozenset()
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +170,11 @@ def send(
         SignatureError: a branch there takes signed commits only: before anything was copied.
         ConflictError: a ref is not where it may be moved from: before anything was copied, or because somebody moved
             it meanwhile; then the refs before it in `updates` have moved.
-        MemoryBudgetError: `options.memory_bytes` is too little; before anything was done.
+        MemoryBudgetError: the limit of memory is too little; before anything was done.
         NotFoundError, CorruptionError: the source lacks something, or holds damaged bytes.
         PermissionDeniedError, StorageError: a store refused. Nothing is lost: send again.
     """
-    check_memory(options.memory_bytes, least_bytes(target.store), f"copying to {target.store.url}")
+    check_memory(least_bytes(target.store), f"copying to {target.store.url}")
     if len({update.key for update in updates}) < len(updates):
         raise InvalidInputError("one ref is to be moved twice: name it once")
     with Session(target.store) as session:
@@ -433,8 +429,8 @@ class _Sending:
             with phase(self.options.progress, "copying", copied):
                 packs = copy_extents(
                     self.source.store, self.target.store, units, relocate=self.source.relocate,
-                    num_threads=self._num_threads(), memory_bytes=self.options.memory_bytes,
-                    progress=self.options.progress, throttle=self.throttle, on_pack=self.session.beat,
+                    num_threads=self._num_threads(), progress=self.options.progress,
+                    throttle=self.throttle, on_pack=self.session.beat,
                 )  # fmt: skip
             if nodes:
                 ordered, hints = self.target.hints.copies(nodes, packs)
@@ -450,10 +446,8 @@ class _Sending:
         )
 
     def _num_threads(self) -> int:
-        if self.options.num_threads:
-            return self.options.num_threads
         wanted = (getattr(handle.store.abilities, "parallel", 1) for handle in (self.source, self.target))
-        return max(default_threads(), *wanted)
+        return current_limits().num_threads or max(default_threads(), *wanted)
 
 
 def _named(update: RefUpdate, target: Digest) -> Ref:

@@ -17,16 +17,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.tree import python_gc_paused
-from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.held_signals import Turn
-from cas_ckpt.memory import available_bytes
+from cas_ckpt.memory import available_bytes, inheriting
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
@@ -49,59 +47,6 @@ from cas_ckpt.transfer.staging import Arena, StagingPool
 from cas_ckpt.transfer.workers import core_of_main_thread, leave_core, thread_count
 
 VERB = "commit_async"
-
-
-class SnapshotKind(StrEnum):
-    """When the state is copied."""
-
-    COPY = "copy"
-    LAZY = "lazy"
-
-
-class WorkerKind(StrEnum):
-    """Where the commit is made."""
-
-    THREAD = "thread"
-    PROCESS = "process"
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncOptions:
-    """How a commit goes on in the background.
-
-    Attributes:
-        staging_bytes: What all staged states of the repository may hold together, on this rank; None: half of the
-            memory that is available, and what is held already.
-        max_in_flight: Commits that may be pending, this one included; further calls wait.
-        num_neighbours: Ranks on this machine, which share what is available.
-    """
-
-    staging_bytes: int | None = None
-    snapshot: str = SnapshotKind.COPY
-    worker: str = WorkerKind.THREAD
-    max_in_flight: int = 1
-    num_neighbours: int = 1
-
-    @property
-    def copies_for_a_thread(self) -> bool:
-        """Whether the state is copied at the call, for a thread of this process."""
-        return self.snapshot == SnapshotKind.COPY and self.worker == WorkerKind.THREAD
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            InvalidInputError: says which option.
-        """
-        for name, kind in (("snapshot", SnapshotKind), ("worker", WorkerKind)):
-            given = getattr(self, name)
-            if given not in list(kind):
-                wanted = " or ".join(repr(each.value) for each in kind)
-                raise InvalidInputError(f"{name} is {shown_value(given)}: give {wanted}")
-        if self.staging_bytes is not None and self.staging_bytes < 0:
-            raise InvalidInputError(f"staging_bytes is {self.staging_bytes}: give bytes from 0 on, or None")
-        if self.max_in_flight < 1:
-            raise InvalidInputError(f"max_in_flight is {self.max_in_flight}: give a number from 1 on")
 
 
 class InFlight(Protocol):
@@ -144,26 +89,26 @@ class BackgroundCommits:
             raise
 
     def commit(
-        self, state: Mapping[str, Any], request: CommitRequest, options: AsyncOptions, *, peers: Peers = SOLO,
+        self, state: Mapping[str, Any], request: CommitRequest, *, peers: Peers = SOLO, num_neighbours: int = 1,
         memory: FrozenMemory | None = None, progress: Progress = SILENT,
         on_made: Callable[[], object] | None = None, after: Sequence[InFlight] = (),
     ) -> PendingCommit:  # fmt: skip
         """Begin a commit of `state` as it is now; see `Repository.commit_async`.
 
         Args:
+            num_neighbours: Ranks on this machine, which share what is available.
             on_made: Called in the background once it is made.
             after: What has to end before the commit begins.
         """
-        options.check()
+        request = settled(request)
         self.queue.refuse_worker()
         self._handle.require_writable()
         with self.calls:
             worker = None
-            if options.worker == WorkerKind.PROCESS:
+            if request.worker == "process":
                 worker = self._worker = self._worker or CommitWorker(self._handle)
                 worker.start()  # it gets ready while the state is staged
-            self.queue.admit(options.max_in_flight)
-            request = settled(request)
+            self.queue.admit(request.max_in_flight)
             with python_gc_paused():  # all along: each end of a pause is a search through what was made
                 tree, request = captured(state, request, peers)
                 is_known, declared = None, self._declared_by_pending()
@@ -176,11 +121,11 @@ class BackgroundCommits:
                 job = _Commit(self, snapshot, request, peers, memory, pending.counted(progress), on_made, worker, after)
                 try:
                     self._declared[pending] = KeyPatterns(request.frozen, request.frozen_keys)
-                    self.queue.submit(pending, job.run)
+                    self.queue.submit(pending, inheriting(job.run))
                     self._call.is_submitted = True
-                    if job.reads_cells_alone and options.copies_for_a_thread:
+                    if job.reads_cells_alone and (request.snapshot, request.worker) == ("copy", "thread"):
                         job.named = leave_out(snapshot.tensors, self.stored)
-                    self._stage(state, snapshot, options, job, pending, thread_count(request.num_threads))
+                    self._stage(state, snapshot, request, job, pending, num_neighbours)
                 except BaseException as error:
                     self._declared.pop(pending, None)  # it is not made, and may never be said to have ended
                     job.fail_with(error)
@@ -190,17 +135,17 @@ class BackgroundCommits:
         return pending
 
     def _stage(
-        self, state: Mapping[str, Any], snapshot: Snapshot, options: AsyncOptions, job: _Commit,
-        pending: PendingCommit, num_threads: int,
+        self, state: Mapping[str, Any], snapshot: Snapshot, request: CommitRequest, job: _Commit,
+        pending: PendingCommit, num_neighbours: int,
     ) -> None:  # fmt: skip
         """Copy the state; the commit begins after that, or beside it where the state is larger than the budget."""
-        pool = self._pool_for(options)
-        fits = snapshot.take_room(pool, self._budget(pool, snapshot, options))
+        pool, num_threads = self._pool_for(request), thread_count()
+        fits = snapshot.take_room(pool, self._budget(pool, snapshot, request, num_neighbours))
         if not fits and len(self.queue.pending()) > 1:  # it has to wait for those before it anyway
             self.queue.wait_turn(pending)
             snapshot.give_room()
-            fits = snapshot.take_room(pool, self._budget(pool, snapshot, options))
-        if options.snapshot == SnapshotKind.LAZY and stage_later(
+            fits = snapshot.take_room(pool, self._budget(pool, snapshot, request, num_neighbours))
+        if request.snapshot == "lazy" and stage_later(
             state, snapshot, fits=fits, may_begin=job.may_begin.set, num_threads=num_threads
         ):
             return
@@ -217,18 +162,18 @@ class BackgroundCommits:
         self._declared = {each: patterns for each, patterns in self._declared.items() if not each.done()}
         return list(self._declared.values())
 
-    def _budget(self, pool: StagingPool, snapshot: Snapshot, options: AsyncOptions) -> int:
+    def _budget(self, pool: StagingPool, snapshot: Snapshot, request: CommitRequest, num_neighbours: int) -> int:
         """Bytes of `pool` that may be used."""
-        if options.staging_bytes is not None:
-            return options.staging_bytes - sum(each.held_bytes for each in self._former)
+        if request.staging_bytes is not None:
+            return request.staging_bytes - sum(each.held_bytes for each in self._former)
         budget = pool.held_bytes
         if snapshot.room > pool.free_bytes:  # to ask takes a millisecond
-            budget += available_bytes() // (2 * options.num_neighbours)
+            budget += available_bytes() // (2 * num_neighbours)
         return budget
 
-    def _pool_for(self, options: AsyncOptions) -> StagingPool:
+    def _pool_for(self, request: CommitRequest) -> StagingPool:
         """Memory to stage in; such as another process can map if the commit is made by one."""
-        worker = self._worker if options.worker == WorkerKind.PROCESS else None
+        worker = self._worker if request.worker == "process" else None
         if self._pool is not None and self._pool.shared != (worker is not None):
             self._pool.close()  # what a commit still reads is unmapped when it is given back
             self._former = [each for each in (*self._former, self._pool) if each.held_bytes]

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
-from cas_ckpt.memory import available_bytes
+from cas_ckpt.memory import available_bytes, current_limits
 from cas_ckpt.objects.layouts import LayoutObject
-from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Spec, check_known
 from cas_ckpt.objects.state import (
     RANKS,

@@ -25,7 +25,7 @@ from cas_ckpt.errors import (
     UnsupportedValueError,
 )
 from cas_ckpt.files import export_any
-from cas_ckpt.objects.limits import limits
+from cas_ckpt.memory import limits
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files import files as output_files

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cas_ckpt import Repository
+from cas_ckpt import ImportOptions, Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.dcp.folder import importing as dcp_folder_files
@@ -77,7 +77,7 @@ def test_what_frameworks_put_beside_the_saved_state_comes_in_or_is_named(tmp_pat
     (folder / "config.json").write_text("{}")
     (folder / "__9_0.distcp").write_bytes(b"")  # of a rank that had nothing to save
     with Repository.init("memory://beside") as repo:
-        imported = repo.import_file(folder, meta={"by": "me"})
+        imported = repo.import_file(folder, options=ImportOptions(meta={"by": "me"}))
         assert [each.name for each in imported.left_out] == ["common.pt", "config.json", "else.pt"]
         assert "argparse.Namespace" in imported.left_out[0].reason
         assert "saved beside it" in imported.left_out[1].reason

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._extension import ZStandard
 
-from cas_ckpt import MemoryBudgetError, Repository
+from cas_ckpt import CommitOptions, MemoryBudgetError, Repository, limits
 from cas_ckpt.dcp.folder.importing import folder_tree
 from cas_ckpt.objects.spec import Box, grid_for
 from cas_ckpt.objects.state import TensorItem, walk
@@ -27,6 +27,7 @@ from pathlib import Path
 import torch.distributed.checkpoint                   # its own memory is not what is measured
 import cas_ckpt.dcp.folder.importing
 import cas_ckpt.dcp.folder.export
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.files import export_any
@@ -42,10 +43,11 @@ repo = init_repository(folder / "repo")
 import_any(repo, folder / "small", CommitRequest(branch="small"))
 export_any(repo, "small", folder / "small-out", format="dcp")
 before = peak_bytes()
-info = import_any(repo, folder / "c", CommitRequest(num_threads=2))
+with limits(num_threads=2):
+    info = import_any(repo, folder / "c", CommitRequest())
 imported = peak_bytes() - before
 written = export_any(repo, "main", folder / "out", format="dcp", max_shard_bytes=1 << 30)
-again = import_any(repo, folder / "out", CommitRequest(branch="again", num_threads=2))
+again = import_any(repo, folder / "out", CommitRequest(branch="again"))
 print(info.stats.total_bytes, imported, peak_bytes() - before, info.root == again.root)
 """
 
@@ -98,11 +100,12 @@ def test_a_folder_in_too_little_memory_is_refused_and_with_what_is_asked_for_it_
     state = {"w": torch.randn(2600, 2048)}
     save_folder(tmp_path / "c", state, _extensions=[ZStandard()])
     with Repository.init(tmp_path / "repo", group=None) as repo:
-        with pytest.raises(MemoryBudgetError, match="needs") as caught:
-            repo.import_file(tmp_path / "c", memory_bytes=1000)
-        live = repo.commit(state, branch="live", create=True)
-        with pytest.raises(MemoryBudgetError, match="needs") as of_live:
-            repo.commit(state, branch="live", memory_bytes=1000)
+        with pytest.raises(MemoryBudgetError, match="needs") as caught, limits(memory_bytes=1000):
+            repo.import_file(tmp_path / "c")
+        live = repo.commit(state, branch="live", options=CommitOptions(create=True))
+        with pytest.raises(MemoryBudgetError, match="needs") as of_live, limits(memory_bytes=1000):
+            repo.commit(state, branch="live")
         assert caught.value.least_bytes >= of_live.value.least_bytes + 2 * state["w"].nbytes
-        made = repo.import_file(tmp_path / "c", memory_bytes=caught.value.least_bytes)
+        with limits(memory_bytes=caught.value.least_bytes):
+            made = repo.import_file(tmp_path / "c")
         assert made.root == live.root

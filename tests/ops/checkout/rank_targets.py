@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree, stored_tensors
@@ -137,7 +138,8 @@ def restore(
         mine = divided if isinstance(divided, Mapping) else divided[peers.rank]
         handle = state.open(wrap)
         found = targets_of(handle, state.root, mine, peers.rank, kind)
-        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2)
+        with limits(num_threads=2):
+            fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)
         for key, (_, target) in found.items():
             target.check(state.arrays[key])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt import limits
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement
 from cas_ckpt.objects.state import TensorCopy
@@ -179,7 +180,8 @@ def fetch(
     handle = state.open(lambda inner: store)
     found = targets_of(handle, state.root, divided, peers.rank)
     targets += [target for _, target in found.values()]
-    fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2, **options)
+    with limits(num_threads=2):
+        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, **options)
 
 
 def untouched(targets: Sequence[Sequence[DividedTarget]]) -> bool:
@@ -263,7 +265,8 @@ def test_a_rank_that_fails_while_it_copies_fails_all_and_they_say_what_that_mean
         handle = state.open()
         kind = _Stubborn if peers.rank == 1 else DividedTarget
         found = targets_of(handle, state.root, {"wide": way, "line": way}, peers.rank, kind)
-        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2)
+        with limits(num_threads=2):
+            fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)
 
     outcomes, _ = failing(state, 3, work)
     assert [type(error) for error in outcomes] == [PeerError, OSError, PeerError]

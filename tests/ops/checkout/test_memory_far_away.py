@@ -22,6 +22,7 @@ RESTORE_AND_MEASURE = """
 import sys
 from pathlib import Path
 import numpy as np
+from cas_ckpt import limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.state import TensorCopy
@@ -48,12 +49,13 @@ if verb == "checkout":
         target = np.full(stored.spec.shape, 7, stored.spec.dtype)
         copies.append(TensorCopy(at, stored, ArrayMemory(target)))
 before = peak_bytes()
-if verb == "checkout":
-    fetch_tensors(handle, copies, memory_bytes=memory_bytes)
-elif verb == "fsck":
-    assert check_open(handle, DataOptions()).ok
-else:
-    export_safetensors(handle, bytes.fromhex(root), path + ".safetensors", force=True, memory_bytes=memory_bytes)
+with limits(memory_bytes=memory_bytes):
+    if verb == "checkout":
+        fetch_tensors(handle, copies)
+    elif verb == "fsck":
+        assert check_open(handle, DataOptions()).ok
+    else:
+        export_safetensors(handle, bytes.fromhex(root), path + ".safetensors", force=True)
 print(before, peak_bytes())
 """
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cas_ckpt import PerRank, Repository
+from cas_ckpt import CheckoutReport, CommitOptions, PerRank, Repository, limits
 from cas_ckpt.errors import InvalidInputError, PeerError
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import numbers
@@ -71,10 +72,17 @@ ARGUMENTS_OF_COMMIT: list[tuple[str, Any, Any]] = [
 ]  # fmt: skip
 
 
+def called(given: dict[str, Any]) -> dict[str, Any]:
+    """`given` as arguments of `commit`: what belongs there in `options=`."""
+    names = {each.name for each in fields(CommitOptions)}
+    options = CommitOptions(**{name: value for name, value in given.items() if name in names})
+    return {name: value for name, value in given.items() if name not in names} | {"options": options}
+
+
 @pytest.mark.parametrize(("name", "usual", "odd"), ARGUMENTS_OF_COMMIT)
 def test_ranks_that_commit_with_other_arguments_are_told_which_and_who(name: str, usual: Any, odd: Any) -> None:
     def work(repo: Repository, rank: int) -> Any:
-        return repo.commit(EVEN, **{name: odd if rank == 1 else usual})
+        return repo.commit(EVEN, **called({name: odd if rank == 1 else usual}))
 
     for error in refusals(3, work):
         assert error.ranks == (1,)
@@ -97,26 +105,31 @@ def test_ranks_that_check_out_with_other_arguments_are_told_which_and_who(name: 
     assert all(not into["w"].any() and into["lr"] == 0 for into in intos)
 
 
-@pytest.mark.parametrize("name", ["create", "num_threads", "progress", "author"])
+@pytest.mark.parametrize("name", ["create", "branch", "progress", "author"])
 def test_an_argument_that_one_rank_alone_gives_wrongly_ends_the_call_on_all(name: str) -> None:
     """At once: the others would wait for it until their time is up."""
-    found = on_ranks(2, lambda repo, rank: repo.commit(EVEN, **({name: 1.5} if rank == 1 else {})))
+    found = on_ranks(2, lambda repo, rank: repo.commit(EVEN, **(called({name: 1.5}) if rank == 1 else {})))
     assert [type(each) for each in found] == [PeerError, InvalidInputError]
-    assert f"{name} is 1.5" in str(found[0]) and f"{name} is 1.5" in str(found[1])
+    said = "the author is a float" if name == "author" else f"{name} is 1.5"
+    assert said in str(found[0]) and said in str(found[1])
 
 
 def test_a_refused_argument_ends_one_work_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Works are counted, and ranks that count differently cannot connect anew after a later one broke off."""
     begun: list[int] = []
     monkeypatch.setattr(ThreadPeers, "begin", lambda peers: begun.append(peers.rank))
-    on_ranks(3, lambda repo, rank: repo.commit(EVEN, **({"num_threads": 1.5} if rank == 1 else {})))
+    on_ranks(3, lambda repo, rank: repo.commit(EVEN, **({"branch": 1.5} if rank == 1 else {})))
     assert sorted(begun) == [0, 1, 2]
 
 
 def test_the_same_argument_in_other_words_is_no_disagreement() -> None:
     intos = [{"w": np.zeros(10), "lr": 0.0} for _ in range(2)]
-    found = on_ranks(2, lambda repo, rank: repo.checkout(
-        "main", into=intos[rank], keys="w" if rank else ("w",), num_threads=1 + rank))  # fmt: skip
+
+    def work(repo: Repository, rank: int) -> CheckoutReport:
+        with limits(num_threads=1 + rank):
+            return repo.checkout("main", into=intos[rank], keys="w" if rank else ("w",))
+
+    found = on_ranks(2, work)
     assert found[0].commit == found[1].commit and all(into["w"].all() for into in intos)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
@@ -298,7 +299,12 @@ def test_chunks_that_turn_out_to_be_stored_give_their_buffers_back(tmp_path: Pat
     same = numbers(2000)
     # New and known in turn: every known one is copied first, because the one before it was new.
     items = {f"{at:03}": same.copy() if at % 2 else numbers(2000, seed=at + 1) for at in range(60)}
-    committing = threading.Thread(target=commit, args=(handle, items), kwargs={"num_threads": 1}, daemon=True)
+
+    def alone() -> None:
+        with limits(num_threads=1):
+            commit(handle, items)
+
+    committing = threading.Thread(target=alone, daemon=True)
     committing.start()
     committing.join(30)
     assert not committing.is_alive(), "the commit waits for a buffer that nobody gives back"

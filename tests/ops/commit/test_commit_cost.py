@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from sqlalchemy import event
 
+from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from tests.builders import commit, new_repository, numbers
@@ -91,7 +92,8 @@ def test_a_small_commit_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> Non
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", noted)
-    commit(handle, {"w": numbers(1000)}, num_threads=4)
+    with limits(num_threads=4):
+        commit(handle, {"w": numbers(1000)})
     assert begun == []
 
 

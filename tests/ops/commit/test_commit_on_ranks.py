@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cas_ckpt import limits
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import ConflictError, InvalidInputError, PeerError
 from cas_ckpt.index import contents
@@ -35,7 +36,8 @@ def together(
     """Every rank commits what `state(rank)` gives, on a handle of its own."""
 
     def work(peers: Peers) -> CommitInfo:
-        return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
+        with limits(num_threads=1):
+            return commit_tree(on(store), state(peers.rank), CommitRequest(**request), peers=peers)
 
     return run_ranks(size, work, timeout_s=20, outcomes=outcomes)
 
@@ -315,9 +317,10 @@ def test_frozen_tensors_are_not_hashed_again() -> None:
 
     def work(peers: Peers) -> CommitInfo:
         item = TensorItem(Spec("float32", (2048, 1024)), memories[peers.rank], "numpy", ("memory", 1), placement)
-        request = CommitRequest(frozen="w", frozen_check=check, frozen_audit=0.0, num_threads=1)
+        request = CommitRequest(frozen="w", frozen_check=check, frozen_audit=0.0)
         state = Container("dict", {"w": item})
-        return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
+        with limits(num_threads=1):
+            return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
 
     roots, read = set(), []
     for check in ("checksum", "checksum", "version"):  # noqa: B007 - `work` reads it

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt import limits
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.errors import PeerError, PermissionDeniedError
@@ -42,7 +43,8 @@ def test_an_error_that_is_raised_twice_is_told_twice() -> None:
         handle, outcomes = on(store), []
         for items in (state(peers.rank), state(peers.rank), one(ValueItem(1))):
             try:
-                outcomes.append(commit_tree(handle, items, CommitRequest(num_threads=1), peers=peers).root)
+                with limits(num_threads=1):
+                    outcomes.append(commit_tree(handle, items, CommitRequest(), peers=peers).root)
             except (PeerError, OSError) as error:
                 outcomes.append(type(error))
         return outcomes

@@ -72,7 +72,7 @@ def test_frozen_tensors_that_changed_are_found_however_they_are_divided(split: s
 
     def work(peers: Peers) -> Any:
         item = TensorItem(Spec("float32", array.shape), sources[peers.rank], "numpy", ("memory", 1), placement)
-        request = CommitRequest(frozen="w", frozen_audit=1.0, num_threads=1)
+        request = CommitRequest(frozen="w", frozen_audit=1.0)
         return commit_tree(on(store), one(item), request, peers=peers, memory=kept[peers.rank])
 
     run_ranks(2, work, timeout_s=TIMEOUT_S)
@@ -98,7 +98,7 @@ def test_frozen_cells_that_move_to_another_rank_are_hashed_there() -> None:
     def commit_of(items: dict[str, np.ndarray[Any, Any]]) -> str:
         def work(peers: Peers) -> Any:
             children = {name: tensor(array, identity=(name, 1)) for name, array in items.items()}
-            request = CommitRequest(frozen="w", frozen_audit=0.0, num_threads=1)
+            request = CommitRequest(frozen="w", frozen_audit=0.0)
             state = Container("dict", {**children})
             return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
 

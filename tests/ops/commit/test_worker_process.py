@@ -21,9 +21,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from cas_ckpt.signing.trust import Verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cas_ckpt import limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, Lineage
 from cas_ckpt.core.refs import RefKind
@@ -46,7 +48,7 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process import worker
 from cas_ckpt.ops.commit.process.worker import CommitWorker
-from cas_ckpt.ops.commit.request import CommitRequest, ReplicaCheck, git_state
+from cas_ckpt.ops.commit.request import CommitRequest, git_state
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -210,10 +212,10 @@ def test_errors_are_raised_as_what_they_are_and_the_worker_goes_on(
 
 
 def test_errors_keep_their_causes_and_what_they_hold(commits: CommitWorker, handle: RepositoryHandle) -> None:
-    with pytest.raises(MemoryBudgetError) as here:
-        commit_live(handle, state({"a": numbers(1000, 1000)}), CommitRequest(memory_bytes=1000))
-    with pytest.raises(MemoryBudgetError) as there:
-        put(commits, {"a": numbers(1000, 1000)}, memory_bytes=1000)
+    with pytest.raises(MemoryBudgetError) as here, limits(memory_bytes=1000):
+        commit_live(handle, state({"a": numbers(1000, 1000)}), CommitRequest())
+    with pytest.raises(MemoryBudgetError) as there, limits(memory_bytes=1000):
+        put(commits, {"a": numbers(1000, 1000)})
     copied_bytes = 2 * 1000 * 1000  # the worker is shown copies of what is not staged, a cell at a time: half of it
     assert there.value.least_bytes == here.value.least_bytes + copied_bytes
 
@@ -361,8 +363,8 @@ def test_a_commit_that_is_not_wanted_is_broken_off_before_all_is_read(
     items = {str(number): tensor(numbers(300, 300, seed=number)) for number in range(30)}
     for each in items.values():
         each.source = Counted(each.source.array)
-    with pytest.raises(CorruptionError, match="nobody wants it"):
-        put(commits, items, check=refuse, num_threads=1)
+    with pytest.raises(CorruptionError, match="nobody wants it"), limits(num_threads=1):
+        put(commits, items, check=refuse)
     assert num_read < len(items)
     assert head_of(handle) == head == handle.head.commit
     assert put(commits, {"a": 2}).parents == (head,) and commits.pid == pid
@@ -373,7 +375,7 @@ def test_a_commit_that_the_index_does_not_take_is_made_and_said_to_be(
 ) -> None:
     first = commit_live(handle, state({"a": 1}), CommitRequest())
     monkeypatch.setattr(worker, "ENTRY", f"{MODULE}:full_index")
-    meta = {"kind": ReplicaCheck.SAMPLE, "x": (1, {2})}
+    meta = {"kind": Verdict.GOOD, "x": (1, {2})}
     made = put(
         commits, {"w": numbers(300, 300)}, meta=meta, metrics={"loss": 0.5}, lineage=[Lineage("like", "HEAD", meta)]
     )
@@ -628,8 +630,8 @@ def test_a_worker_without_memory_reports_it_and_goes_on(commits: CommitWorker, h
     assert pid is not None
     mapped = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.prlimit(pid, resource.RLIMIT_AS, (mapped + ROOM_BYTES, resource.RLIM_INFINITY))
-    with pytest.raises(MemoryError):
-        put(commits, {"a": numbers(5000, 5000)}, num_threads=2)
+    with pytest.raises(MemoryError), limits(num_threads=2):
+        put(commits, {"a": numbers(5000, 5000)})
     resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert put(commits, {"a": numbers(300, 301)}).id == head_of(handle)
     assert commits.pid == pid

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cas_ckpt import limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
@@ -209,9 +210,12 @@ def test_only_changed_chunks_are_compared_and_differences_are_of_the_whole(tmp_p
 
 def test_the_answer_does_not_depend_on_threads(repo: RepositoryHandle) -> None:
     before = numbers(2100, 1000, seed=1)
-    found = numbers_of(repo, before, before * 2, num_threads=1)
+    with limits(num_threads=1):
+        found = numbers_of(repo, before, before * 2)
     assert found.compared_elements == found.num_elements == found.changed_elements
-    assert [numbers_of(repo, before, before * 2, num_threads=count) for count in (2, 3)] == [found, found]
+    for count in (2, 3):
+        with limits(num_threads=count):
+            assert numbers_of(repo, before, before * 2) == found
 
 
 def test_the_answer_does_not_depend_on_how_the_work_is_cut(
@@ -331,9 +335,11 @@ def test_a_damaged_chunk_is_found_and_names_the_tensor(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_the_tensor(repo: RepositoryHandle) -> None:
     before, after = (np.full((12_000, 1000), at, "float32") for at in (1, 2))
     old, new = commit(repo, {"w": before}), commit(repo, {"w": after})
-    diff_commits(repo, old.id, new.id, DiffRequest(numbers=True, num_threads=1))
+    with limits(num_threads=1):
+        diff_commits(repo, old.id, new.id, DiffRequest(numbers=True))
     tracemalloc.start()
-    found = diff_commits(repo, old.id, new.id, DiffRequest(numbers=True, num_threads=1))
+    with limits(num_threads=1):
+        found = diff_commits(repo, old.id, new.id, DiffRequest(numbers=True))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found.sums.changed_bytes == before.nbytes

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cas_ckpt import limits
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
@@ -138,7 +139,8 @@ def _arrays(handle: RepositoryHandle, tree: Container) -> dict[str, bytes]:
         TensorCopy(path, stored, ArrayMemory(_shaped(found[path], stored.spec)))
         for path, stored in stored_tensors(tree)
     ]
-    fetch_tensors(handle, copies, num_threads=1)
+    with limits(num_threads=1):
+        fetch_tensors(handle, copies)
     return {render_key(path): array.tobytes() for path, array in found.items()}
 
 

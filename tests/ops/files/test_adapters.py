@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cas_ckpt import Repository
+from cas_ckpt import ImportOptions, Repository
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from tests.cli.running import call
 
@@ -121,7 +121,9 @@ def test_an_imported_adapter_goes_into_the_live_model(
     tensors, names = random(written.names), live_names(written, adapter)
     base, other = random(written.base), random(name.replace("NAME", "other") for name in written.names.values())
     model = live_model({**other, **base, **random(names.values())})
-    imported = repo.import_file(adapter_folder(tmp_path / "a", written.config, tensors), adapter=adapter)
+    imported = repo.import_file(
+        adapter_folder(tmp_path / "a", written.config, tensors), options=ImportOptions(adapter=adapter)
+    )
     changed = sum(file != live for file, live in names.items())
     assert f"{changed} of {len(names)} names got the adapter's, {adapter!r}" in imported.renamed[0]
     done = repo.checkout(imported, into={"model": model}, keys="model", strict=False)
@@ -155,7 +157,7 @@ def test_an_imported_adapter_comes_out_as_it_was(repo: Repository, tmp_path: Pat
     resized = [] if EMBED in "".join(written.names) else [f"{EMBED}weight"]  # written for a vocabulary that has grown
     folder = adapter_folder(tmp_path / "a", written.config, random([*written.names, *resized]))
     (folder / "README.md").write_text("an adapter")
-    repo.export(repo.import_file(folder, adapter="mine"), tmp_path / "out", adapter="mine")
+    repo.export(repo.import_file(folder, options=ImportOptions(adapter="mine")), tmp_path / "out", adapter="mine")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
         path.name: path.read_bytes() for path in folder.iterdir()
     }
@@ -236,12 +238,15 @@ def test_odd_names_in_the_folder_of_an_adapter_harm_nothing(repo: Repository, tm
 
 def test_an_adapter_is_named_only_where_there_is_one(repo: Repository, tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "a", WRITTEN["lora"].config, random(LORA))
-    kept = repo.import_file(folder, keep_names=True, branch="kept")
+    kept = repo.import_file(folder, options=ImportOptions(keep_names=True), branch="kept")
     assert kept.renamed == ()
     assert repo.load(kept)["model"].keys() == LORA.keys()
-    for path, options in ((folder / "adapter_model.safetensors", {}), (folder, {"keep_names": True})):
+    for path, options in (
+        (folder / "adapter_model.safetensors", ImportOptions(adapter="mine")),
+        (folder, ImportOptions(adapter="mine", keep_names=True)),
+    ):
         with pytest.raises(InvalidInputError, match="no adapter is here that could be called 'mine'"):
-            repo.import_file(path, adapter="mine", branch="refused", **options)
+            repo.import_file(path, options=options, branch="refused")
 
 
 def test_the_command_line_brings_an_adapter_in_and_out(repo: Repository, tmp_path: Path) -> None:

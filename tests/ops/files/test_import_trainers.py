@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cas_ckpt import ImportInfo, LeftOut, Repository, RNGState
+from cas_ckpt import ImportInfo, ImportOptions, LeftOut, Repository, RNGState
 from cas_ckpt.errors import InvalidInputError, MismatchError
 from tests.cli.running import call
 from tests.ops.files.trainer_folders import accelerate_folder, accelerate_rng, trainer_folder, trainer_rng
@@ -145,7 +145,7 @@ def test_a_part_that_links_out_of_the_folder_is_refused(repo: Repository, tmp_pa
     (tmp_path / "checkpoint-500" / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
     with pytest.raises(InvalidInputError, match="symbolic link"):
         repo.import_file(tmp_path / "checkpoint-500")
-    assert "optim" in repo.load(repo.import_file(tmp_path / "checkpoint-500", follow_links=True))
+    assert "optim" in repo.load(repo.import_file(tmp_path / "checkpoint-500", options=ImportOptions(follow_links=True)))
 
 
 def test_the_adapter_of_a_trainers_checkpoint_is_its_model(repo: Repository, tmp_path: Path) -> None:

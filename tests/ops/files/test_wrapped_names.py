@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel
 
-from cas_ckpt import Repository
+from cas_ckpt import ImportOptions, Repository
 from tests.cli.running import call
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,7 +92,7 @@ def test_a_module_that_is_called_module_beside_others_keeps_its_name(repo: Repos
 def test_names_are_kept_if_the_caller_says_so(repo: Repository, tmp_path: Path) -> None:
     own = torch.nn.ModuleDict({"module": plain()})  # no wrapper
     torch.save({"model": own.state_dict()}, tmp_path / "s.pt")
-    kept = repo.import_file(tmp_path / "s.pt", keep_names=True)
+    kept = repo.import_file(tmp_path / "s.pt", options=ImportOptions(keep_names=True))
     assert kept.renamed == ()
     assert kept.root == repo.commit({"model": own}).root
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt import clock
+from cas_ckpt import clock, limits
 from cas_ckpt.core import handle as repository
 from cas_ckpt.core import publish
 from cas_ckpt.core.config import INDEX_PATH
@@ -96,7 +96,8 @@ def test_chunks_of_per_rank_values_are_looked_for_again_when_a_collection_began(
     def work(peers: Peers) -> Any:
         mine = RepositoryHandle.open(tmp_path / "repo", index_url=str(tmp_path / f"index{peers.rank}"))
         own = Container(RANKS, {peers.rank: tensor(weights(2) if peers.rank else weights(3))})
-        return commit_tree(mine, Container("dict", {"own": own}), CommitRequest(num_threads=1), peers=peers)
+        with limits(num_threads=1):
+            return commit_tree(mine, Container("dict", {"own": own}), CommitRequest(), peers=peers)
 
     infos = run_ranks(2, work, timeout_s=TIMEOUT_S)
     arrays = stored_arrays(with_new_index(tmp_path / "repo"), infos[0].root)

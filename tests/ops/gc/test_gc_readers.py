@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt import limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import NotFoundError
@@ -112,7 +113,8 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     stored = find_entry(reader, Digest(bytes.fromhex(info.root)), "w")
     assert isinstance(stored, StoredTensor)
     target = torch.zeros((rows, 64))
-    fetch_tensors(reader, [TensorCopy(("w",), stored, elements_of(target), box=Box((0, 0), (rows, 64)))], num_threads=1)
+    with limits(num_threads=1):
+        fetch_tensors(reader, [TensorCopy(("w",), stored, elements_of(target), box=Box((0, 0), (rows, 64)))])
     assert read.happened
     assert same_bytes(target.numpy(), weights(1)[:rows])
 

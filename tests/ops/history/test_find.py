@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import InvalidInputError, NotFoundError, Repository
+from cas_ckpt import CommitOptions, InvalidInputError, NotFoundError, Repository
 from cas_ckpt.index import entries
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import decode_tensor
@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             repo.commit({"model": model, "step": step}, step=step, message=f"s{step}")
         repo.commit({"model": model | {"w": torch.ones(64, 64)}, "lora": torch.ones(700, 2).bfloat16()}, branch="ft")
-        repo.commit({"extra": torch.ones(600, dtype=torch.int32)}, branch="side", orphan=True)
+        repo.commit({"extra": torch.ones(600, dtype=torch.int32)}, branch="side", options=CommitOptions(orphan=True))
         repo.tag("v0", "side")
         repo.delete_branch("side", force=True)
     return path

@@ -169,7 +169,7 @@ def on_ranks(size: int, request: dict[str, Any], *, differing: dict[str, Any] | 
 
     def work(peers: Peers) -> CommitInfo:
         asked = request | (differing or {} if peers.rank else {})
-        given = CommitRequest(num_threads=1, **asked)
+        given = CommitRequest(**asked)
         return commit_tree(on(store), state_of({"w": 1}, {}, peers.rank), given, peers=peers)
 
     found = run_ranks(size, work, timeout_s=20, outcomes=True)

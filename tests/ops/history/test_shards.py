@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection
 
+from cas_ckpt import limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
@@ -41,7 +42,8 @@ def together(store: Store, size: int, state: Callable[[int], Container]) -> Comm
     """Every rank commits what `state(rank)` gives."""
 
     def work(peers: Peers) -> CommitInfo:
-        return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1), peers=peers)
+        with limits(num_threads=1):
+            return commit_tree(on(store), state(peers.rank), CommitRequest(), peers=peers)
 
     made: CommitInfo = run_ranks(size, work, timeout_s=20)[0]
     return made

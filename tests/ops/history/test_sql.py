@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.errors import InvalidInputError, TooLargeError
 from cas_ckpt.index import meta
@@ -38,7 +38,7 @@ def test_it_answers_what_was_committed_a_moment_ago(repo: Repository) -> None:
 
 def test_commits_and_refs_of_another_process_are_known(repo: Repository, tmp_path: Path) -> None:
     with Repository.open(repo.url, index_url=str(tmp_path / "other.sqlite")) as other:
-        other.commit({"w": torch.zeros(1000)}, branch="side", orphan=True)
+        other.commit({"w": torch.zeros(1000)}, branch="side", options=CommitOptions(orphan=True))
         other.tag("v1", "main")
         other.pin("side", name="kept")
     names = "SELECT kind, name FROM refs ORDER BY kind, name"
@@ -56,7 +56,7 @@ def test_an_index_that_may_not_be_written_answers_as_the_repository_is_now(repo:
     place = Path(repo.url.removeprefix("file://")) / INDEX_PATH
     shutil.copy(place, older)
     shutil.copy(f"{place}-wal", f"{older}-wal")
-    repo.commit({"x": 1}, branch="late", create=True)
+    repo.commit({"x": 1}, branch="late", options=CommitOptions(create=True))
     before = older.read_bytes()
     with Repository.open(repo.url, index_url=str(older), read_only=True) as again:
         assert again.sql("SELECT name FROM refs ORDER BY name").rows == (("late",), ("main",))
@@ -122,7 +122,7 @@ def test_what_the_index_remembers_of_a_ref_stays_as_evidence(repo: Repository) -
 
 @pytest.mark.parametrize("revision", ["0003", "0006"])
 def test_an_index_of_an_older_schema_answers_with_the_rows_that_it_lacked(repo: Repository, revision: str) -> None:
-    repo.commit({"text": "x" * 40, "n": 1}, branch="ft", create=True, meta={"a": 1})
+    repo.commit({"text": "x" * 40, "n": 1}, branch="ft", options=CommitOptions(create=True), meta={"a": 1})
     place, store_id = Path(repo.url.removeprefix("file://")) / INDEX_PATH, repo.sql("SELECT store_id FROM about")[0][0]
     repo.close()
     make_older(place, store_id, revision)

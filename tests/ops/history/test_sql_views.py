@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.refs import MAX_LOG
 from cas_ckpt.ops.diff.answer import Change
 from tests.signing.keys import KEYS, key_file
@@ -90,7 +90,7 @@ def test_what_commits_say_is_json_wherever_they_came_from(repo: Repository, tmp_
     given = {"lr": (1e-3, float("inf")), "run": {"name": "é", 7: None}, "data": Path("/data"), "n": np.int64(3)}
     said = {"lr": [1e-3, "inf"], "run": {"name": "é", "7": None}, "data": "/data", "n": 3}
     repo.commit({"n": 0}, message="a")
-    repo.commit({"n": 1}, message="b", meta=given, provenance={"queue": "long"}, sign=ANN)
+    repo.commit({"n": 1}, message="b", meta=given, options=CommitOptions(provenance={"queue": "long"}, sign=ANN))
     repo.commit({"n": 2}, message="c", meta="x" * 70_000)
     rows = repo.sql(TEXTS).rows
     assert rows[0] == ("a", None, None, None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import contents
 from cas_ckpt.objects.pack import PackKind
@@ -282,7 +282,7 @@ def test_parts_of_a_promised_chunk_that_somebody_left_here_change_nothing(tmp_pa
     here._handle.sync()
     assert here._handle.index.read(contents.packs_in_parts)
     assert here.fsck(read_data=True).ok and here.fsck().num_promised == whole
-    here.commit({"mine": torch.ones(4000)}, branch="mine", orphan=True)
+    here.commit({"mine": torch.ones(4000)}, branch="mine", options=CommitOptions(orphan=True))
     here.delete_branch("mine", force=True)
     here.gc(min_age_s=0, reflog_expire_s=0)
     here.branch("ft", start="main")
@@ -311,7 +311,7 @@ def test_a_random_history_through_a_random_filter_is_that_of_the_origin(tmp_path
         assert here.fsck(read_data=True).ok
         for name in draw.sample(sorted(refs), max(1, len(refs) // 2)):
             here.load(refs[name])
-        here.commit({"mine": np.ones(5000) * round_}, branch="mine", orphan=not round_)
+        here.commit({"mine": np.ones(5000) * round_}, branch="mine", options=CommitOptions(orphan=not round_))
         there.commit({**held, "late": np.ones(4000) * round_}, branch="main", step=100 + round_)
         refs["main"] = there.resolve("main")
         here.fetch()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.storage.file import FileStore
@@ -54,7 +54,7 @@ def prepared(folder: Path) -> None:
         for step in range(3):
             there.commit(state(step), step=step)
         with Repository.clone(folder / "there", folder / "here", filter="model/**") as here:
-            here.commit({"mine": np.ones(4000)}, branch="mine", orphan=True)
+            here.commit({"mine": np.ones(4000)}, branch="mine", options=CommitOptions(orphan=True))
             here.load("main~2")
             here.delete_branch("mine", force=True)
         there.commit(state(3), step=3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import RefKind
@@ -496,8 +496,8 @@ def test_a_chunk_of_which_the_source_has_lost_a_part_is_not_pushed() -> None:
     ours, theirs = on(source), on(target)
     ours.sync()
     update = RefUpdate(RefKind.BRANCH, "main", resolve(ours, "main"))
-    with pytest.raises(CorruptionError, match="do not cover"):
-        send(ours, theirs, [update], SendOptions("push", num_threads=2), near=ours)
+    with pytest.raises(CorruptionError, match="do not cover"), limits(num_threads=2):
+        send(ours, theirs, [update], SendOptions("push"), near=ours)
     assert not list(theirs.refs.list())
 
 

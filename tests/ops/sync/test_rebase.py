@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt import Lineage, Repository
+from cas_ckpt import CommitOptions, Lineage, Repository
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -34,7 +34,8 @@ def apart(tmp_path: Path) -> Pair:
     for step in (1, 2):
         lineage = [Lineage("fine-tune-of", "main")] if step == 2 else []
         pair.here.commit({"step": step, "w": weights(step)}, step=step, metrics={"loss": 0.5 * step},
-                         message=f"ours {step}", lineage=lineage, meta={"note": step})  # fmt: skip
+                         message=f"ours {step}", meta={"note": step},
+                         options=CommitOptions(lineage=lineage))  # fmt: skip
     commit(pair.theirs, items(3), message="theirs")
     return pair
 
@@ -99,8 +100,8 @@ def test_commits_without_data_are_not_made_anew(apart: Pair) -> None:
 
 
 def test_a_merge_keeps_its_other_parent(apart: Pair) -> None:
-    apart.here.commit({"x": 1}, branch="side", message="side", parents=["main~1"])
-    apart.here.commit({"x": 2}, branch="main", message="merge", parents=["side"])
+    apart.here.commit({"x": 1}, branch="side", message="side", options=CommitOptions(parents=["main~1"]))
+    apart.here.commit({"x": 2}, branch="main", message="merge", options=CommitOptions(parents=["side"]))
     side = apart.here.resolve("side")
     apart.here.pull(rebase=True)
     merge = apart.here.show("main")

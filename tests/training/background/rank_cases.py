@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cas_ckpt import CkptError, Repository, RNGState
+from cas_ckpt import CkptError, CommitOptions, Repository, RNGState
 from cas_ckpt.training.background import lazy
 from cas_ckpt.training.background.staged import Snapshot
 from tests.ranks import die
@@ -43,8 +43,10 @@ def commits(path: str) -> dict[str, Any]:
                 train(model, optim)
                 state = {"model": model, "optim": optim, "rng": RNGState()}
                 branch = f"{kind}-{name}".replace(" ", "-")
-                wanted = repo.commit(state, branch=f"{branch}-sync", orphan=True).root
-                pending = repo.commit_async(state, branch=branch, orphan=True, step=3, staging_bytes=budget)
+                wanted = repo.commit(state, branch=f"{branch}-sync", options=CommitOptions(orphan=True)).root
+                pending = repo.commit_async(
+                    state, branch=branch, options=CommitOptions(orphan=True, staging_bytes=budget), step=3
+                )
                 assert pending.staged
                 spoil(model, optim)
                 for _ in range(20):  # of the training, over connections of its own
@@ -118,7 +120,7 @@ def failures(path: str) -> dict[str, Any]:
 
         if rank:
             repo._handle.begin_writing = breaking(repo)  # type: ignore[method-assign]
-        pending = repo.commit_async(state, step=2, staging_bytes=0 if rank else None)
+        pending = repo.commit_async(state, step=2, options=CommitOptions(staging_bytes=0 if rank else None))
         found["behind it"] = error_of(lambda: pending.result(60)) if rank == 0 else ""
         found["the next"] = error_of(lambda: repo.commit(state, step=3))
         found["after that"] = repo.commit_async(state, step=4).result(60).step

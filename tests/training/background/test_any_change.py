@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.spec import Box
@@ -93,7 +93,7 @@ def test_the_commit_has_the_id_of_the_state_at_the_call(parts: dict[str, Any], b
     with Repository.init(f"memory://any-{secrets.token_hex(8)}") as repo:
         for _ in range(2):  # the second time into warm memory
             wanted = repo.commit(state).root
-            pending = repo.commit_async(state, staging_bytes=budget)
+            pending = repo.commit_async(state, options=CommitOptions(staging_bytes=budget))
             spoil(state)
             assert pending.result().root == wanted
 

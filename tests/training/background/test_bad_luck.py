@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import CancelledError, InvalidInputError, Lineage, Policy, Repository, StillPendingError, memory
+from cas_ckpt import (
+    CancelledError,
+    CommitOptions,
+    InvalidInputError,
+    Lineage,
+    Policy,
+    Repository,
+    StillPendingError,
+    limits,
+    memory,
+)
 from cas_ckpt.errors import CkptError, FrozenChangedError, TooLargeError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.background import staged
@@ -83,7 +93,8 @@ def test_a_call_whose_state_does_not_fit_returns_as_soon_as_the_rest_does(
         return real(self, box)
 
     def call() -> None:
-        found.append(repo.commit_async(state, staging_bytes=24 << 20, num_threads=1))
+        with limits(num_threads=1):
+            found.append(repo.commit_async(state, options=CommitOptions(staging_bytes=24 << 20)))
         returned.set()
 
     monkeypatch.setattr(staged.StagedTensor, "read", read)
@@ -107,9 +118,9 @@ def test_a_call_whose_state_does_not_fit_returns_as_soon_as_the_rest_does(
 
 def test_one_that_waits_is_cancelled_and_the_others_are_made(repo: Repository) -> None:
     with Held(repo):
-        first = repo.commit_async(state_of(1), step=1, max_in_flight=3)
-        second = repo.commit_async(state_of(2), step=2, max_in_flight=3)
-        third = repo.commit_async(state_of(3), step=3, max_in_flight=3)
+        first = repo.commit_async(state_of(1), step=1, options=CommitOptions(max_in_flight=3))
+        second = repo.commit_async(state_of(2), step=2, options=CommitOptions(max_in_flight=3))
+        third = repo.commit_async(state_of(3), step=3, options=CommitOptions(max_in_flight=3))
         canceller = threading.Thread(target=second.cancel)
         canceller.start()
         while second._snapshot is not None and second._snapshot.error is None:
@@ -139,7 +150,8 @@ def test_one_that_is_being_made_is_broken_off_at_the_next_tensor(
 
     monkeypatch.setattr(staged.StagedTensor, "read", read)
     state = {str(number): torch.full((1 << 20,), float(number)) for number in range(6)}
-    pending = repo.commit_async(state, num_threads=1)
+    with limits(num_threads=1):
+        pending = repo.commit_async(state)
     assert at.wait(30)
     found: list[bool] = []
     canceller = threading.Thread(target=lambda: found.append(pending.cancel()))
@@ -189,7 +201,9 @@ def test_an_interrupt_while_the_state_is_copied_leaves_no_commit_and_no_memory_t
             patch.setattr(staged, "copy_all", interrupted)
             patch.setattr(staged.StagedTensor, "copied", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                repo.commit_async({**state_of(1), "small": torch.ones(3)}, staging_bytes=staging_bytes)
+                repo.commit_async(
+                    {**state_of(1), "small": torch.ones(3)}, options=CommitOptions(staging_bytes=staging_bytes)
+                )
         assert repo.drain()
         assert repo.latest() is None
         assert repo._background is not None and repo._background._pool is not None
@@ -229,8 +243,8 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(
             heard.append("refused")
 
     with Held(repo):
-        pending = repo.commit_async(state_of(1), step=1, max_in_flight=2)
-        later = repo.commit_async(state_of(2), step=2, max_in_flight=2)
+        pending = repo.commit_async(state_of(1), step=1, options=CommitOptions(max_in_flight=2))
+        later = repo.commit_async(state_of(2), step=2, options=CommitOptions(max_in_flight=2))
         pending.add_done_callback(lambda _: 1 / 0)
         pending.add_done_callback(lambda _: sys.exit("of a callback"))
         pending.add_done_callback(waits)
@@ -252,7 +266,7 @@ def test_a_failure_that_cannot_be_logged_ends_the_commit_all_the_same(
     handler = Full()
     logging.getLogger("cas_ckpt").addHandler(handler)
     try:
-        pending = repo.commit_async(state_of(1), parents=["0123456789"])
+        pending = repo.commit_async(state_of(1), options=CommitOptions(parents=["0123456789"]))
         with pytest.raises(CkptError, match="0123456789"):
             pending.result(60)
     finally:
@@ -287,9 +301,9 @@ def test_a_callback_cannot_close_the_repository_under_what_is_pending(repo: Repo
             refused.append(error)
 
     with Held(repo):
-        first = repo.commit_async(state_of(1), step=1, max_in_flight=2)
+        first = repo.commit_async(state_of(1), step=1, options=CommitOptions(max_in_flight=2))
         first.add_done_callback(close)
-        second = repo.commit_async(state_of(2), step=2, max_in_flight=2)
+        second = repo.commit_async(state_of(2), step=2, options=CommitOptions(max_in_flight=2))
     assert second.result(60).step == 2
     assert len(refused) == 1
 
@@ -372,12 +386,13 @@ def test_an_error_that_leaves_the_block_of_a_repository_waits_for_what_is_pendin
 
 
 def test_what_is_said_of_a_commit_is_what_was_said_at_the_call(repo: Repository) -> None:
-    words: dict[str, Any] = {"metrics": {"loss": 0.5}, "meta": {"x": [1]}, "provenance": {"job": 3}}
+    words: dict[str, Any] = {"metrics": {"loss": 0.5}, "meta": {"x": [1]}}
+    provenance = {"job": 3}
     with Held(repo):
-        pending = repo.commit_async(state_of(1), **words)
+        pending = repo.commit_async(state_of(1), **words, options=CommitOptions(provenance=provenance))
         words["metrics"]["loss"] = 9.0
         words["meta"]["x"].append(2)
-        words["provenance"]["job"] = 4
+        provenance["job"] = 4
     made = pending.result()
     assert made.metrics == {"loss": 0.5} and made.meta == {"x": [1]}
     assert repo.show(made.id).provenance["job"] == 3
@@ -420,7 +435,7 @@ def test_a_collection_under_a_commit_that_does_not_fit_is_an_error_and_not_anoth
         raise publish.GenerationMoved
 
     monkeypatch.setattr(module, "publish_commit", moved)
-    pending = repo.commit_async(state, staging_bytes=0)
+    pending = repo.commit_async(state, options=CommitOptions(staging_bytes=0))
     with pytest.raises(ConflictError, match="staging_bytes"):
         pending.result()
     monkeypatch.setattr(module, "publish_commit", real)
@@ -450,7 +465,7 @@ def test_two_repositories_commit_side_by_side() -> None:
         for step in range(5):
             state["w"].fill_(step)
             with Held(one):  # which does not keep the other one waiting
-                one.commit_async(state, step=step, max_in_flight=9)
+                one.commit_async(state, step=step, options=CommitOptions(max_in_flight=9))
                 other = two.commit_async(state, step=step)
                 state["w"].fill_(-1)
                 assert other.result(60).step == step
@@ -462,7 +477,7 @@ def test_two_repositories_commit_side_by_side() -> None:
 def test_a_note_of_lineage_is_that_of_the_call(repo: Repository) -> None:
     first, note = repo.commit(state_of(0)), {"x": [1]}
     with Held(repo):
-        pending = repo.commit_async(state_of(1), lineage=[Lineage("like", first.id, note)])
+        pending = repo.commit_async(state_of(1), options=CommitOptions(lineage=[Lineage("like", first.id, note)]))
         note["x"].append(2)
     assert pending.result().lineage[0].meta == {"x": [1]}
 
@@ -477,7 +492,7 @@ def test_the_provenance_is_of_the_call(tmp_path: Path, monkeypatch: pytest.Monke
         subprocess.run(["git", *words], check=True)
     with Repository.init(tmp_path / "repo", group=None) as repo:
         with Held(repo):
-            pending = repo.commit_async(state_of(1), provenance=True, worker=worker)
+            pending = repo.commit_async(state_of(1), options=CommitOptions(provenance=True), worker=worker)
             monkeypatch.chdir(tmp_path)
             sys.argv[:] = ["later.py"]
         said = repo.show(pending.result().id).provenance
@@ -490,7 +505,7 @@ def test_threads_that_call_at_once_get_a_commit_each(repo: Repository) -> None:
 
     def call(step: int) -> None:
         state = state_of(step)
-        found.append((step, repo.commit_async(state, step=step, max_in_flight=3)))
+        found.append((step, repo.commit_async(state, step=step, options=CommitOptions(max_in_flight=3))))
         state["w"].zero_()
 
     threads = [threading.Thread(target=call, args=(step,)) for step in range(8)]
@@ -515,7 +530,7 @@ def test_no_more_are_in_flight_than_the_call_allows(repo: Repository) -> None:
     seen: list[int] = []
     state = state_of(1)
     for step in range(4):
-        repo.commit_async(state, step=step, max_in_flight=2)
+        repo.commit_async(state, step=step, options=CommitOptions(max_in_flight=2))
         assert repo._background is not None
         seen.append(len(repo._background.queue.pending()))
     assert max(seen) <= 2
@@ -580,7 +595,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("check", ["checksum", "version"])
 def test_what_is_frozen_and_known_is_not_copied(repo: Repository, copied: list[int], check: str) -> None:
     state = {"base": torch.randn(500, 500), "head": torch.randn(100, 100)}
-    options: dict[str, Any] = {"frozen": "base", "frozen_check": check, "frozen_audit": 0.5}
+    given: Any = CommitOptions(frozen_check=check, frozen_audit=0.5)
+    options: dict[str, Any] = {"frozen": "base", "options": given}
     made = []
     for step in range(3):
         state["head"].fill_(step)
@@ -615,8 +631,8 @@ def test_what_was_known_at_the_call_counts_whatever_is_committed_before_it(repo:
     state = {"base": torch.randn(500, 500), "head": torch.randn(100, 100)}
     repo.commit_async(state, step=1, frozen="base").result()
     with Held(repo):
-        repo.commit_async(state, step=2, max_in_flight=3)
-        pending = repo.commit_async(state, step=3, frozen="base", max_in_flight=3)
+        repo.commit_async(state, step=2, options=CommitOptions(max_in_flight=3))
+        pending = repo.commit_async(state, step=3, frozen="base", options=CommitOptions(max_in_flight=3))
     assert pending.result().step == 3
     assert torch.equal(repo.load("main")["base"], state["base"])
 
@@ -626,8 +642,8 @@ def test_what_a_pending_commit_makes_free_to_change_is_staged_as_it_is(repo: Rep
     repo.commit_async(state, step=1, frozen="base").result()
     state["base"].add_(1)
     with Held(repo):
-        repo.commit_async(state, step=2, frozen="head", max_in_flight=3)
-        pending = repo.commit_async(state, step=3, frozen="base", max_in_flight=3)
+        repo.commit_async(state, step=2, frozen="head", options=CommitOptions(max_in_flight=3))
+        pending = repo.commit_async(state, step=3, frozen="base", options=CommitOptions(max_in_flight=3))
         wanted = state["base"].clone()
         state["base"].add_(1)
     assert pending.result().step == 3
@@ -638,14 +654,19 @@ def test_the_staged_states_of_both_workers_together_keep_to_the_budget(tmp_path:
     budget = 9 << 20
     with Repository.init(tmp_path / "repo") as repo:
         with Held(repo) as turn:
-            first = repo.commit_async({"x": torch.ones(1 << 21)}, step=1, max_in_flight=2, staging_bytes=budget)
+            first = repo.commit_async(
+                {"x": torch.ones(1 << 21)}, step=1, options=CommitOptions(max_in_flight=2, staging_bytes=budget)
+            )
             background = repo._background
             assert background is not None and background._pool is not None
             former = background._pool
             held: list[int] = []
             threading.Timer(0.5, turn.let_go).start()
             second = repo.commit_async(
-                {"x": torch.zeros(1 << 21)}, step=2, max_in_flight=2, staging_bytes=budget, worker="process"
+                {"x": torch.zeros(1 << 21)},
+                step=2,
+                options=CommitOptions(max_in_flight=2, staging_bytes=budget),
+                worker="process",
             )
             held.append(former.held_bytes + background._pool.held_bytes)
             second.result(60)

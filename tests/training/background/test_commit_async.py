@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import InvalidInputError, Repository, RNGState, StateDict
+from cas_ckpt import CommitOptions, InvalidInputError, Repository, RNGState, StateDict
 from cas_ckpt.errors import BackgroundCommitError, ConflictError, UnsupportedValueError
 
 _NUMBERS = count()
@@ -46,7 +46,7 @@ def test_the_commit_is_the_state_at_the_call(repo: Repository, staging_bytes: in
     with Repository.init(f"memory://async-{next(_NUMBERS)}") as other:
         wanted = other.commit(training(3)).root
     state = training(3)
-    pending = repo.commit_async(state, step=5, message="soon", staging_bytes=staging_bytes)
+    pending = repo.commit_async(state, step=5, message="soon", options=CommitOptions(staging_bytes=staging_bytes))
     assert pending.staged
     spoil(state)
     made = pending.result()
@@ -68,7 +68,7 @@ def test_commits_land_in_the_order_of_the_calls(repo: Repository) -> None:
         if step == 3:
             made.append(repo.commit(state, step=step))
         else:
-            made.append(repo.commit_async(state, step=step, max_in_flight=4))
+            made.append(repo.commit_async(state, step=step, options=CommitOptions(max_in_flight=4)))
     assert repo.drain()
     assert [each.step for each in repo.log("main")] == [5, 4, 3, 2, 1, 0]
     for step in range(6):
@@ -89,7 +89,7 @@ def test_a_failure_is_raised_by_the_result_and_then_no_more(repo: Repository, ca
     with Repository.open(repo.url) as other:
         other.checkout("main", into=state)
         other.commit(state, step=2)
-    pending = repo.commit_async(state, on_conflict="raise")
+    pending = repo.commit_async(state, options=CommitOptions(on_conflict="raise"))
     with pytest.raises(ConflictError):
         pending.result()
     assert "failed: ConflictError" in caplog.text
@@ -103,7 +103,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_commit_once(repo:
         with Repository.open(repo.url) as other:
             other.checkout("main", into=state)
             other.commit(state, step=2)
-        repo.commit_async(state, on_conflict="raise")
+        repo.commit_async(state, options=CommitOptions(on_conflict="raise"))
         with pytest.raises(BackgroundCommitError, match="ConflictError") as found:
             verb(state, branch="again")
         assert isinstance(found.value.__cause__, ConflictError)
@@ -118,7 +118,7 @@ def test_close_raises_what_nobody_asked_for() -> None:
     with Repository.open(repo.url) as other:
         other.checkout("main", into=state)
         other.commit(state, step=2)
-    repo.commit_async(state, on_conflict="raise")
+    repo.commit_async(state, options=CommitOptions(on_conflict="raise"))
     with pytest.raises(BackgroundCommitError, match="ConflictError"):
         repo.close()
     repo.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import Repository, StateChangedError
+from cas_ckpt import CommitOptions, Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingError, TooLargeError
 from cas_ckpt.training.background import lazy, staged, step_hook
 from cas_ckpt.training.background.staged import Snapshot
@@ -85,7 +85,12 @@ def test_a_training_loop_gives_the_ids_of_synchronous_commits(
         beside.step()
         torch.manual_seed(seed)
         pending.append(
-            repo.commit_async(training.state, step=seed, snapshot="lazy", staging_bytes=staging_bytes, max_in_flight=2)
+            repo.commit_async(
+                training.state,
+                step=seed,
+                snapshot="lazy",
+                options=CommitOptions(staging_bytes=staging_bytes, max_in_flight=2),
+            )
         )
         training.step()
     assert [each.result().root for each in pending] == wanted
@@ -184,7 +189,7 @@ def test_where_not_even_what_the_call_copies_fits_all_is_staged_or_saved_by_the_
 ) -> None:
     training = Training()
     wanted = root_of(training)
-    pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=staging_bytes)
+    pending = repo.commit_async(training.state, snapshot="lazy", options=CommitOptions(staging_bytes=staging_bytes))
     assert pending.staged
     for tensor in (training.loose, *training.model.buffers(), *training.model.parameters()):
         tensor.data.zero_()
@@ -201,7 +206,9 @@ def test_where_the_call_stages_all_the_next_step_is_no_change(tmp_path: Path, st
     with Repository.init(tmp_path / "repo") as repo:
         for _ in range(4):
             wanted = root_of(training)
-            pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=staging_bytes, worker=worker)
+            pending = repo.commit_async(
+                training.state, snapshot="lazy", options=CommitOptions(staging_bytes=staging_bytes), worker=worker
+            )
             training.step()
             assert pending.result().root == wanted
 
@@ -238,7 +245,9 @@ def test_several_commits_wait_for_one_another_and_a_step_for_all_of_them(repo: R
     for step in range(3):
         training.progress["step"] = step
         wanted.append(root_of(training))
-        pending.append(repo.commit_async(training.state, step=step, snapshot="lazy", max_in_flight=3))
+        pending.append(
+            repo.commit_async(training.state, step=step, snapshot="lazy", options=CommitOptions(max_in_flight=3))
+        )
     stepping = in_a_thread(training.step)
     held.go_on.set()
     stepping.join(TIMEOUT_S)
@@ -274,7 +283,7 @@ def test_a_change_that_no_hook_sees_fails_the_commit_and_names_the_key(
     released = threading.Event()
     if staging_bytes == 70_000:  # then the commit begins beside the stager: let it wait too
         monkeypatch.setattr(lazy._Stager, "begin", _begin_held(released))
-    pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=staging_bytes)
+    pending = repo.commit_async(training.state, snapshot="lazy", options=CommitOptions(staging_bytes=staging_bytes))
     UNSEEN[name](training.model.second.weight)
     released.set()
     held.go_on.set()
@@ -454,7 +463,7 @@ def test_memory_into_which_a_copy_goes_on_beside_the_commit_goes_back_when_that_
     training = Training()
     wanted = root_of(training)
     with held_elsewhere(repo._turn()):  # the commit has to wait
-        pending = repo.commit_async(training.state, snapshot="lazy", staging_bytes=70_000)
+        pending = repo.commit_async(training.state, snapshot="lazy", options=CommitOptions(staging_bytes=70_000))
         snapshot = pending._snapshot
         assert snapshot is not None and is_copying.wait(TIMEOUT_S)
     while repo.latest() is None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import PendingCommit, Repository, StateChangedError
+from cas_ckpt import CommitOptions, PendingCommit, Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError
 from cas_ckpt.training.background import lazy, step_hook
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
@@ -101,7 +101,9 @@ class Walk:
         while True:
             with suppress(BackgroundCommitError):  # one of those before failed: nothing was begun
                 pending = self.repo.commit_async(
-                    self.training.state, snapshot="lazy", max_in_flight=9, staging_bytes=self.staging_bytes
+                    self.training.state,
+                    snapshot="lazy",
+                    options=CommitOptions(max_in_flight=9, staging_bytes=self.staging_bytes),
                 )
                 break
         snapshot = pending._snapshot

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cas_ckpt import CancelledError, FrozenChangedError, InvalidInputError, PerRank, Repository
+from cas_ckpt import CancelledError, CommitOptions, FrozenChangedError, InvalidInputError, PerRank, Repository
 from cas_ckpt.errors import PermissionDeniedError
 from cas_ckpt.training.background import commits
 from cas_ckpt.transfer import child_process
@@ -66,7 +66,7 @@ def test_the_commit_is_the_state_at_the_call(repo: Repository) -> None:
         wanted = other.commit(training(3)).root
     for staging_bytes in (None, 2 << 20, 300_000, 0):
         state = training(3)
-        pending = repo.commit_async(state, step=5, worker="process", staging_bytes=staging_bytes)
+        pending = repo.commit_async(state, step=5, worker="process", options=CommitOptions(staging_bytes=staging_bytes))
         spoil(state)
         made = pending.result()
         assert (made.root, repo.head.commit) == (wanted, made.id)
@@ -96,8 +96,8 @@ def test_values_of_all_kinds_have_the_same_id_by_a_worker(beside: tuple[Reposito
         "ordered": OrderedDict(b=1, a=torch.ones(3)), "long": "x" * 100_000, "object": {1, 2},
         "array": np.arange(9)[::-1], "own": PerRank({"x": 1}), "pickled": Fraction(1, 3),
     }  # fmt: skip
-    made = there.commit_async(state, worker="process", allow_pickle=True).result()
-    assert made.root == here.commit(state, allow_pickle=True).root
+    made = there.commit_async(state, worker="process", options=CommitOptions(allow_pickle=True)).result()
+    assert made.root == here.commit(state, options=CommitOptions(allow_pickle=True)).root
 
 
 def test_threads_and_a_process_take_turns(repo: Repository) -> None:
@@ -107,7 +107,9 @@ def test_threads_and_a_process_take_turns(repo: Repository) -> None:
         if step % 4 == 3:
             repo.commit(state, step=step)
         else:
-            repo.commit_async(state, step=step, max_in_flight=8, worker="process" if step % 2 else "thread")
+            repo.commit_async(
+                state, step=step, options=CommitOptions(max_in_flight=8), worker="process" if step % 2 else "thread"
+            )
     repo.drain()
     assert [each.step for each in repo.log("main")] == [7, 6, 5, 4, 3, 2, 1, 0]
     for step in range(8):
@@ -120,7 +122,9 @@ def test_memory_that_the_pool_gave_up_is_not_kept_by_the_worker(repo: Repository
     state["w"] = torch.zeros(6 << 20)  # the arena grows: it is mapped anew
     repo.commit_async(state, worker="process").result()
     state["w"] = torch.ones(1 << 20)
-    pending = repo.commit_async(state, worker="process", staging_bytes=4 << 20)  # it holds no more than that
+    pending = repo.commit_async(
+        state, worker="process", options=CommitOptions(staging_bytes=4 << 20)
+    )  # it holds no more than that
     pending.result()
     pid = pid_of(repo)
     maps = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "cas-ckpt-staging" in line]
@@ -290,7 +294,7 @@ def test_a_trainer_that_is_killed_leaves_whole_commits_and_no_process(tmp_path: 
             assert commit.step is not None
             assert all((found[key] == commit.step).all() for key in "ab")
         assert not repo.fsck(read_data=True).problems
-        repo.commit({"a": 1}, branch="next", orphan=True)
+        repo.commit({"a": 1}, branch="next", options=CommitOptions(orphan=True))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.ops.commit.process import worker
 from tests.ops.commit.worker_entries import MODULE
 
@@ -74,7 +74,9 @@ def commits_of_ranks(folder: str) -> list[str]:
     repo = Repository.open(folder)
     roots = [repo.commit({"w": weights}).root]
     for staging_bytes in (None, 0):
-        pending = repo.commit_async({"w": divided}, worker="process", staging_bytes=staging_bytes)
+        pending = repo.commit_async(
+            {"w": divided}, worker="process", options=CommitOptions(staging_bytes=staging_bytes)
+        )
         with torch.no_grad():
             divided.to_local().add_(1)
         roots.append(pending.result().root)

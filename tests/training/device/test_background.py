@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import Repository, errors
+from cas_ckpt import Repository, errors, limits
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.capture.tensors import CopiedTensor
 from cas_ckpt.training.device import trust
@@ -54,7 +54,8 @@ def test_the_first_commit_of_a_repository_may_hold_the_same_bytes_twice(staged: 
     matrix = random_tensor(torch.float32, 256, 8192)  # eight cells beside one another
     state = {"model": matrix, "average": matrix.clone(), "last": matrix.clone()}
     with hashed_on_device(Launches()), Repository.init("memory://first") as repo:
-        made = repo.commit_async(state, num_threads=1).result()
+        with limits(num_threads=1):
+            made = repo.commit_async(state).result()
         assert staged
         assert same_bits(repo.load(made.id)["last"], matrix)
         assert repo.commit(state).root == made.root

@@ -20,7 +20,7 @@ from typing import Any, cast
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.objects.limits import limits
+from cas_ckpt.memory import limits
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.packing import pack_commit, pack_head, unpack_head, unpack_request, unpack_tree

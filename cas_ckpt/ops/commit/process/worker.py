@@ -27,8 +27,8 @@ from cas_ckpt.core.publish import was_published
 from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import CkptError, InternalError, InvalidInputError, PeerError, WorkerError
+from cas_ckpt.memory import current_limits
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.limits import current_limits
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.frozen import FrozenMemory
