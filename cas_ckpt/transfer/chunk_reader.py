@@ -156,13 +156,13 @@ class ChunkReader:
 
     # --- bytes of verified extents -----------------------------------------------------------
 
-    def payload(self, extent: VerifiedExtent) -> bytes:
-        """The extent as it is stored, read once and verified.
+    def payload(self, extent: VerifiedExtent) -> Buffer:
+        """The extent as it is stored, read once and verified; a view of what the source has in memory.
 
         Raises:
             CorruptionError: damaged.
         """
-        payload = bytes(self._payload(extent))
+        payload = self._payload(extent)
         _check(extent, _decoded(extent, payload), *all_leaves(extent.info)[0])
         return payload
 
@@ -311,10 +311,15 @@ def _decoded(extent: VerifiedExtent, payload: Buffer) -> memoryview:
 
 def _check(extent: VerifiedExtent, plain: Buffer, first: int, stop: int) -> None:
     """Raise CorruptionError unless `plain` is these leaves of the chunk."""
-    origin = (extent.info.first_leaf - first) * extent.info.leaf_bytes
-    at = first + _walk(extent, partial(native.read_leaves, plain), origin, first, stop, ())
+    at = first + num_intact(extent, plain, first, stop)
     if at < stop:
         raise _damaged(extent, at)
+
+
+def num_intact(extent: VerifiedExtent, plain: Buffer, first: int, stop: int) -> int:
+    """How many of the leaves first .. stop of the chunk are what `plain`, which should be these, begins with."""
+    origin = (extent.info.first_leaf - first) * extent.info.leaf_bytes
+    return _walk(extent, partial(native.read_leaves, plain), origin, first, stop, ())
 
 
 def _damaged(extent: VerifiedExtent, leaf: int) -> CorruptionError:

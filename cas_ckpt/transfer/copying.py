@@ -12,22 +12,25 @@ commits or of SQL.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
-from cas_ckpt import clock, native
+from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.memory import memory_budget
-from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import MAX_CELL_BYTES
-from cas_ckpt.objects.pack import FULL_ENTRIES, Location, PackKind, coalesced, decode_entry_header
+from cas_ckpt.objects.pack import FULL_ENTRIES, Location, PackKind, coalesced
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, cover
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, WrittenPack
+from cas_ckpt.transfer.read_plan import Span
+from cas_ckpt.transfer.sources import SpanMemory
 from cas_ckpt.transfer.workers import run_all
 
 SPAN_BYTES = 8 * 1024 * 1024
@@ -180,11 +183,25 @@ def copy_extents(
     """
     packs = _OpenPacks(target, len(units), on_pack)
 
+    def elsewhere(digest: Digest, tried: Collection[str]) -> Sequence[Location]:
+        places = relocate(digest, tried)
+        for place in places:
+            _check_sizes(digest, place)
+        return places
+
     def make_worker() -> Callable[[_Span], None]:
+        memory = SpanMemory(source)
+        reader = ChunkReader(memory, elsewhere)
+
         def work(span: _Span) -> None:
             try:
+                for digest, place in span.extents:
+                    _check_sizes(digest, place)
                 throttle.take(span.num_bytes)
-                packs.append(span, _read(source, relocate, span))
+                with suppress(CorruptionError, NotFoundError):  # whose extent it is, its own reading says
+                    memory.load([Span(span.pack, span.start, span.start + span.num_bytes)])
+                found = (intact_chunks(reader, digest, [place], place.num_bytes) for digest, place in span.extents)
+                packs.append(span, list(chain.from_iterable(found)))
                 progress.advance(sum(map(_stored_bytes, span.extents)))
             except BaseException:
                 packs.give_up()
@@ -261,26 +278,6 @@ class _OpenPacks:
                 writer.abort()
 
 
-def _read(source: Store, relocate: Relocate, span: _Span) -> list[EncodedChunk]:
-    """The extents of a span, verified; what is damaged or gone is taken from another place."""
-    for digest, place in span.extents:
-        _check_sizes(digest, place)
-    try:
-        data: Buffer | None = source.get_range(span.pack, span.start, span.num_bytes)
-    except (CorruptionError, NotFoundError):
-        data = None
-    found: list[EncodedChunk] = []
-    for digest, place in span.extents:
-        try:
-            if data is None:
-                raise NotFoundError(f"{span.pack}: it is not there any more, or shorter than it was")
-            at = place.offset - span.start
-            found.append(verified_extent(digest, place, memoryview(data)[at : at + _stored_bytes((digest, place))]))
-        except (CorruptionError, NotFoundError):
-            found += _from_elsewhere(source, relocate, digest, place)
-    return found
-
-
 def _check_sizes(digest: Digest, place: Location) -> None:
     """Refuse, before memory is taken, sizes that no writer writes."""
     if place.num_bytes > MAX_CELL_BYTES or place.stored_bytes > place.num_bytes + SPAN_BYTES:
@@ -290,47 +287,18 @@ def _check_sizes(digest: Digest, place: Location) -> None:
         )
 
 
-def verified_extent(digest: Digest, place: Location, entry: Buffer) -> EncodedChunk:
-    """The extent of a chunk whose entry in a pack is `entry`, with the payload as it is stored; a view of `entry`.
-
-    Raises:
-        CorruptionError: its bytes are not those of the chunk. UnsupportedVersionError: of a later version.
-    """
-    view = memoryview(entry)
-    info, digests = decode_entry_header(view[: place.header_bytes], offset=place.offset)
-    own = (info.digest, info.num_bytes, info.first_leaf, info.num_leaves, info.stored_bytes, info.encoding)
-    if own != (digest, place.num_bytes, place.first_leaf, place.num_leaves, place.stored_bytes, place.encoding):
-        raise CorruptionError(
-            f"{place.pack} at {place.offset}: the entry of {short(digest)} says other things than the directory"
-        )
-    payload = view[place.header_bytes :]
-    plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
-    leaves_here = slice(info.first_leaf * DIGEST_BYTES, (info.first_leaf + info.num_leaves) * DIGEST_BYTES)
-    if native.leaf_digests(plain, info.leaf_bytes) != digests[leaves_here]:
-        raise CorruptionError(
-            f"chunk {short(digest)} in {place.pack} at offset {place.offset}: the stored bytes do not have the hash "
-            "that they were stored under: restore the pack from a copy"
-        )
-    leaves = (info.first_leaf, info.num_leaves)
-    return EncodedChunk(digest, info.num_bytes, info.leaf_bytes, digests, info.encoding, payload, leaves)
-
-
-def _from_elsewhere(source: Store, relocate: Relocate, digest: Digest, place: Location) -> list[EncodedChunk]:
-    """The whole chunk, from wherever it is intact."""
-    payloads: list[bytes] = []
-    reader = ChunkReader(source)
-    places = relocate(digest, {place.pack})
-    for each in places:
-        _check_sizes(digest, each)
-    others = reader.intact(
-        digest, places, place.num_bytes, lambda extent: payloads.append(reader.payload(extent))
-    )  # fmt: skip
+def intact_chunks(
+    reader: ChunkReader, digest: Digest, places: Sequence[Location], num_bytes: int
+) -> list[EncodedChunk]:
+    """The extents that hold a chunk, verified, each with its payload as it is stored; see `ChunkReader.intact`."""
+    payloads: list[Buffer] = []
+    extents = reader.intact(digest, places, num_bytes, lambda extent: payloads.append(reader.payload(extent)))
     return [
         EncodedChunk(
-            digest, extent.info.num_bytes, extent.info.leaf_bytes, extent.digests, extent.info.encoding, payload,
+            digest, num_bytes, extent.info.leaf_bytes, extent.digests, extent.info.encoding, payload,
             (extent.info.first_leaf, extent.info.num_leaves),
         )
-        for extent, payload in zip(others, payloads, strict=True)
+        for extent, payload in zip(extents, payloads, strict=True)
     ]  # fmt: skip
 
 

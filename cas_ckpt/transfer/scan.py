@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import (
     CorruptionError,
@@ -26,10 +25,11 @@ from cas_ckpt.errors import (
     UnsupportedVersionError,
 )
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind, object_id, short
+from cas_ckpt.objects.digest import ObjectKind, object_id, short
 from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.chunk_reader import VerifiedExtent, num_intact
 from cas_ckpt.transfer.read_plan import Span
 from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
 from cas_ckpt.transfer.workers import run_all
@@ -182,10 +182,10 @@ class ExtentScanner:
             if info.encoding != codec.RAW or object_id(info.kind.label, data) != info.digest:
                 raise CorruptionError(f"{info.kind.label} {short(info.digest)} at {info.offset} does not have this id")
             return data
-        own = digests[info.first_leaf * DIGEST_BYTES : (info.first_leaf + info.num_leaves) * DIGEST_BYTES]
         if info.encoding != codec.RAW:
             payload = self._window.read(start, info.stored_bytes)
-            _check_leaves(info, codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes), own, 0)
+            plain = codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes)
+            _check_leaves(info, digests, plain, 0)
             return None
         if info.stored_bytes != info.plain_bytes:
             raise CorruptionError(f"chunk {short(info.digest)} at {info.offset} is {info.stored_bytes} bytes long")
@@ -193,7 +193,7 @@ class ExtentScanner:
         step = info.stored_bytes if is_small else max(STEP_BYTES // info.leaf_bytes, 1) * info.leaf_bytes
         for at in range(0, info.stored_bytes, step):
             part = self._window.read(start + at, min(step, info.stored_bytes - at), ahead=is_small)
-            _check_leaves(info, part, own, at // info.leaf_bytes)
+            _check_leaves(info, digests, part, at // info.leaf_bytes)
         return None
 
 
@@ -201,14 +201,15 @@ def _is_small(info: ExtentInfo) -> bool:
     return info.header_bytes + info.stored_bytes <= STEP_BYTES
 
 
-def _check_leaves(info: ExtentInfo, plain: Buffer, own: bytes, first: int) -> None:
-    wanted = memoryview(own)[first * DIGEST_BYTES :]
-    whole = min(len(plain), len(wanted) // DIGEST_BYTES * info.leaf_bytes)
-    intact = native.read_leaves(plain, 0, 0, whole, info.leaf_bytes, wanted, ())
-    if whole < len(plain) or intact * info.leaf_bytes < len(plain):
+def _check_leaves(info: ExtentInfo, digests: bytes, plain: Buffer, at: int) -> None:
+    """Raise CorruptionError unless `plain` is leaves of the extent, from its own leaf `at` on."""
+    first = info.first_leaf + at
+    stop = first - -len(plain) // info.leaf_bytes
+    intact = num_intact(VerifiedExtent("", info, digests), plain, first, stop)
+    if first + intact < stop:
         raise CorruptionError(
-            f"chunk {short(info.digest)}, leaf {info.first_leaf + first + intact}, at {info.offset}: the stored bytes "
-            "do not have the hash that they were stored under"
+            f"chunk {short(info.digest)}, leaf {first + intact}, at {info.offset}: the stored bytes do not have the "
+            "hash that they were stored under"
         )
 
 

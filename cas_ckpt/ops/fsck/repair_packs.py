@@ -60,6 +60,7 @@ from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.copying import intact_chunks
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink, WrittenPack
 from cas_ckpt.transfer.scan import ExtentScanner, ScanUnit
 
@@ -431,14 +432,11 @@ class ObjectFetcher:
 
     def _fetch_chunk(self, source: RepositoryHandle, digest: Digest, places: Sequence[Location]) -> None:
         reader = ChunkReader(source.store)
-        extents = reader.verify(digest, places, places[0].num_bytes)
         if self.sink is None:
+            reader.verify(digest, places, places[0].num_bytes)
             return
-        for extent in extents:
-            info = extent.info
-            leaves, payload = (info.first_leaf, info.num_leaves), reader.payload(extent)
-            sizes = (info.num_bytes, info.leaf_bytes)
-            self.sink.add_chunk(EncodedChunk(digest, *sizes, extent.digests, info.encoding, payload, leaves))
+        for chunk in intact_chunks(reader, digest, places, places[0].num_bytes):
+            self.sink.add_chunk(chunk)
 
 
 # --- out of damaged packs -------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_copy, read_nodes
 from cas_ckpt.errors import CorruptionError, NotFoundError
@@ -162,7 +163,7 @@ class Repacker:
         run_all(units, make_worker, num_threads=requests_at_once(store, longest_bytes(units)))
 
     def _copy_chunk(self, reader: ChunkReader, extent: ExtentInfo, places: Sequence[Location]) -> None:
-        payloads: list[bytes] = []
+        payloads: list[Buffer] = []
         extents = reader.intact(
             extent.digest, places, extent.num_bytes, lambda found: payloads.append(reader.payload(found))
         )
@@ -173,7 +174,7 @@ class Repacker:
             plain = memoryview(bytearray(extent.num_bytes))
             reader.read(extents, plain)
             encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=1)
-            payload, encoding = bytes(encoded.payload), encoded.encoding
+            payload, encoding = encoded.payload, encoded.encoding
         self._sink.add_chunk(
             EncodedChunk(extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload)
         )
