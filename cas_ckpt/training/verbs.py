@@ -155,13 +155,13 @@ def checkout_state(
     }  # fmt: skip
     hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
     num_neighbours = hosts.count(hosts[peers.rank])
-    named = None
     if peers.rank == 0:
-        digest, branch = resolve_trusted(handle, revision, trust)
-        named = msgpack.packb((digest, branch, handle.refs.packs.get(digest)))
-    found, branch, pack = msgpack.unpackb(peers.broadcast(named))
-    if pack is not None:  # so that no rank looks at all packs for what one of them has
-        handle.refs.packs[Digest(found)] = pack
+        found, branch = resolve_trusted(handle, revision, trust)
+    if peers.size > 1:
+        named = msgpack.packb((found, branch, handle.refs.packs.get(found))) if peers.rank == 0 else None
+        found, branch, pack = msgpack.unpackb(peers.broadcast(named))
+        if pack is not None:  # so that no rank looks at all packs for what one of them has
+            handle.refs.packs[Digest(found)] = pack
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
     with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
@@ -245,11 +245,13 @@ def _restore(
             atomic=atomic,
         )  # fmt: skip
     plan.finish()
-    try:
-        done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
-    except PeerError as error:
-        raise partly_written(error) from error
-    note.num_bytes = sum(map(msgpack.unpackb, done))
+    note.num_bytes = num_bytes
+    if peers.size > 1:
+        try:
+            done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
+        except PeerError as error:
+            raise partly_written(error) from error
+        note.num_bytes = sum(map(msgpack.unpackb, done))
     if peers.rank == 0 and note.complete:
         note.check_complete(tree)
     return plan, unexpected, whole

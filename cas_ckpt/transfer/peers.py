@@ -169,11 +169,13 @@ class Call:
 def compare_calls(peers: Peers, call: Call, own: Any = None) -> list[Any]:
     """Find out whether all ranks make this very call; what each of them says of itself (`own`), by rank.
 
-    Collective: one exchange, in which the arguments travel as a digest; one more if the ranks disagree.
+    Collective: one exchange, in which the arguments travel as a digest; one more if the ranks disagree. None for one.
 
     Raises:
         PeerError: On every rank: who makes another call, or gives which other argument.
     """
+    if peers.size == 1:
+        return [own]
     arguments = msgpack.packb(dict(call.arguments), default=repr, unicode_errors="surrogatepass")
     reports = [msgpack.unpackb(data) for data in peers.gather_all(
         msgpack.packb([call.verb, blake3(arguments).digest(), own])
@@ -223,6 +225,9 @@ def collective_errors(peers: Peers) -> Iterator[None]:
 
     A `PeerError` is not passed on: a rank that raises one by its own decision does so on all ranks.
     """
+    if peers is SOLO:
+        yield
+        return
     for under_way in _UNDER_WAY.get():
         if under_way.peers is peers and not under_way.is_over:
             yield

@@ -7,8 +7,10 @@
 Dying anywhere leaves the branch as it was; packs that no commit names are found again by the
 next commit (deduplicated) or collected later.
 
-A process that commits alone is a world of one rank (`SOLO`); only the save step differs. Invariant: a rank that fails
-makes all ranks raise; the branch moves on rank 0 alone, after every rank's packs are durable. Knows nothing of torch.
+A process that commits alone (`SOLO`) saves and publishes without describing or telling anything.
+
+Invariant: a rank that fails makes all ranks raise; the branch moves on rank 0 alone, after every rank's packs are
+durable. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Published, publish_commit
-from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import ConflictError, PeerError
@@ -148,24 +150,33 @@ def _publish(
     Args:
         keeps_draft: The caller needs the draft afterwards; otherwise its memory is given back.
     """
+
+    def publish(destination: Destination) -> Published:
+        if saved.begin_anew:
+            raise GenerationMoved
+        if saved.refusal is not None:
+            raise saved.refusal
+        with python_gc_paused():
+            publication = _publication(saved, fields, ancestry, request)
+            if not keeps_draft:
+                saved.draft.release()
+            return publish_commit(handle, publication, destination)
+
+    if peers.size == 1 and destination is not None:  # nobody is to be told
+        published = publish(destination)
+        _add_to_index(handle, published, destination.branch, peers)
+        return info_from_row(commit_row(published.commit.digest, published.commit.data)), destination.branch
     message = None
     if destination is not None:
         try:
-            if saved.begin_anew:
-                raise GenerationMoved
-            if saved.refusal is not None:
-                raise saved.refusal
-            with python_gc_paused():
-                publication = _publication(saved, fields, ancestry, request)
-                if not keeps_draft:
-                    saved.draft.release()
-                published = publish_commit(handle, publication, destination)
+            published = publish(destination)
         except GenerationMoved:
             message = simple_message(Outcome.BEGIN_ANEW)
         except PeerError as refusal:
             message = refusal_message(refusal)
         else:
-            message = _indexed(handle, published, destination.branch, peers)
+            _add_to_index(handle, published, destination.branch, peers)
+            message = made_message(published.commit.digest, published.commit.data, destination.branch)
     told = read_outcome(broadcast_outcome(peers, message))
     if isinstance(told, Outcome):
         raise GenerationMoved
@@ -190,16 +201,14 @@ def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry, request
     )
 
 
-def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers: Peers) -> bytes:
-    """Add the commit to the index; the message about it for the other ranks."""
-    commit = published.commit
+def _add_to_index(handle: RepositoryHandle, published: Published, branch: str, peers: Peers) -> None:
+    """Add a commit that is made to the index; where that fails, report to the other ranks that it is made."""
     try:
         with python_gc_paused():
             handle.add_written(published.packs, published.nodes, generation=published.generation, ref=published.ref)
-        return made_message(commit.digest, commit.data, branch)
     except BaseException as error:
         report_instead(peers, ConflictError(
-            f"commit {short(commit.digest)} is made and the branch {branch} names it, but rank 0 was stopped right "
-            f"after ({error!r}): go on from there"
+            f"commit {short(published.commit.digest)} is made and the branch {branch} names it, but rank 0 was stopped "
+            f"right after ({error!r}): go on from there"
         ))  # fmt: skip
         raise
