@@ -69,8 +69,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = parts[first:] + parts[:first]
 
 
+SERVERS = {"s3_process", "gcs", "server_url"}
+"""Fixtures that start a server: the tests that ask for one are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests begin, so that no process is left alone with one of them at the end."""
+    for item in items:
+        if not SERVERS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path))
 

@@ -7,7 +7,8 @@ test_servers.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def in_buckets(generations: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     def of_folder(path: Path) -> Store:
         return store(prefixes.setdefault(str(path), f"folder-{len(prefixes)}"))
 
-    def in_memory(**named: object) -> Store:
-        return store(f"memory-{next(numbers)}")
+    def in_memory() -> Callable[[], Store]:
+        return partial(store, f"memory-{next(numbers)}")
 
     monkeypatch.setattr(create, "REMOTE_ENCODING", create.DEFAULT_ENCODING)  # tests know how long its packs are
     monkeypatch.setattr(url, "FileStore", of_folder)
@@ -55,16 +56,22 @@ def in_buckets(generations: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 class BucketShelf(Shelf):
-    """The values of a schedule's world in a bucket.
+    """The values of a schedule's world in a bucket. Each actor, a thread, has an object store of its own over it.
 
     What the schedule looks at after each request is a copy in memory, of each key as it was read back from the bucket.
     """
 
-    def __init__(self, store: Store, values: dict[str, bytes]) -> None:
-        super().__init__(url=store.url)
-        self.store = store
+    def __init__(self, open_store: Callable[[], Store], values: dict[str, bytes]) -> None:
+        self._open_store, self._mine = open_store, threading.local()
+        super().__init__(url=self.store.url)
         for key, value in values.items():
             self.put(key, value)
+
+    @property
+    def store(self) -> Store:
+        if not hasattr(self._mine, "store"):
+            self._mine.store = self._open_store()
+        return self._mine.store  # type: ignore[no-any-return]
 
     def copy(self) -> Shelf:
         other = Shelf(url=self.url)

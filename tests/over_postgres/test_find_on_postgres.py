@@ -1,10 +1,6 @@
 """Searches in the history, with the index in PostgreSQL; what conditions mean: TestPostgresIndex."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 WANTED = {
     "test_equal_content_under_one_key_is_one_row_with_the_commits_that_have_it",

@@ -1,9 +1,5 @@
 """Reading all bytes, with the index in PostgreSQL."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 globals().update(again("tests.ops.fsck.test_fsck_data"))

@@ -1,9 +1,5 @@
 """What lists say after gc, repack and rebuild, with the index in PostgreSQL."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 globals().update(again("tests.ops.history.test_lists_after_upkeep", lambda name: "stay" in name))

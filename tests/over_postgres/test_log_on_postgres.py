@@ -1,9 +1,5 @@
 """The log of several branches and writers, with the index in PostgreSQL."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 globals().update(again("tests.ops.history.test_log"))

@@ -1,10 +1,6 @@
 """Branches and revisions, with the index in PostgreSQL: those that ask the index for more than what stands in refs."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 WANTED = {
     "test_a_deleted_branch_is_gone_and_its_commits_are_not",

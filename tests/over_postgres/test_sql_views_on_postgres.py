@@ -1,9 +1,5 @@
 """What views say of commits and refs, with the index in PostgreSQL."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 globals().update(again("tests.ops.history.test_sql_views", lambda name: "the_work" not in name))

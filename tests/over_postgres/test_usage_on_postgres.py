@@ -1,9 +1,5 @@
 """Whose bytes these are, with the index in PostgreSQL."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 globals().update(again("tests.ops.history.test_usage"))

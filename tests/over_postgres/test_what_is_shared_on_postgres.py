@@ -1,9 +1,5 @@
 """What states share, with the index in PostgreSQL."""
 
-import pytest
-
 from tests.over_buckets.again import again
-
-pytestmark = pytest.mark.slow
 
 globals().update(again("tests.ops.history.test_what_is_shared"))

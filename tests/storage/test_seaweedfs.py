@@ -13,6 +13,8 @@ from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import StoreConformance
 from tests.servers import S3Server, credentials, s3_by_folders
 
+pytestmark = pytest.mark.slow  # it starts a server
+
 
 @pytest.fixture(scope="module")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:

@@ -82,7 +82,10 @@ def publish(handle: RepositoryHandle, root: Digest, others: Sequence[Node]) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
-@pytest.mark.parametrize(("made", "number", "allowed"), [(leaves, 150_000, 140), (many_lists, 6_000, 250)])
+@pytest.mark.parametrize(
+    ("made", "number", "allowed"),
+    [pytest.param(leaves, 150_000, 140, marks=pytest.mark.soak), (many_lists, 6_000, 250)],
+)
 def test_a_long_pack_of_nodes_is_indexed_in_little_memory(
     tmp_path: Path, made: Callable[[int], Iterator[Node]], number: int, allowed: int
 ) -> None:
