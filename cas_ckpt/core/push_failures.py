@@ -1,4 +1,4 @@
-"""Why the last push to a tier failed: one sealed record under `tiers`, for `status`.
+"""What tiers lack, and why the last push to one failed: a sealed record under `tiers`, for `status`.
 
 Changed by compare-and-swap; absent until a push fails, and no decision depends on it: what waits is what the refs say.
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cas_ckpt import clock
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name
@@ -103,3 +105,23 @@ def _decode(payload: Mapping[str, Any]) -> dict[str, PushFailure]:
         return found
     except (KeyError, TypeError, ValueError, InvalidInputError) as error:
         raise CorruptionError(f"{TIERS_KEY}: not how pushes ended: {error}: delete this record") from error
+
+
+def unpushed(handle: RepositoryHandle) -> dict[str, list[str]]:
+    """Tier -> the commits of branches that it did not have when it was last asked, by id; tiers that have all, too.
+
+    Of a repository that is not local this is not asked, as every log would take a request more for it: `status` says
+    how many there are.
+    """
+    if not handle.store.abilities.local:
+        return {}
+    return {name: sorted(one.hex() for one in found) for name, found in unpushed_by_tier(handle).items()}
+
+
+def push_failures(handle: RepositoryHandle) -> dict[str, PushFailure]:
+    """Tier that lacks commits -> how the last push of what waits for it failed; without tiers where none did."""
+    if not handle.store.abilities.local:
+        return {}
+    failures = read_push_failures(handle.store)
+    waiting = unpushed(handle) if failures else {}
+    return {name: failure for name, failure in failures.items() if waiting.get(name)}

@@ -205,13 +205,13 @@ class RemoteVerbs(Opened):
 
     def unpushed(self) -> dict[str, list[str]]:
         """Tier -> ids of the commits of branches that it did not have when it was last asked."""
-        from cas_ckpt.ops.sync.waiting import unpushed
+        from cas_ckpt.core.push_failures import unpushed
 
         return unpushed(self._handle)
 
     def push_failures(self) -> dict[str, PushFailure]:
         """Tier that lacks commits -> when and why the last push of these failed, if it did."""
-        from cas_ckpt.ops.sync.waiting import push_failures
+        from cas_ckpt.core.push_failures import push_failures
 
         return push_failures(self._handle)
 

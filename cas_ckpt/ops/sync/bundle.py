@@ -27,9 +27,8 @@ from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError
 from cas_ckpt.memory import limits
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
+from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter, handle_on, opened_bundle, require_prerequisites
 from cas_ckpt.ops.sync.fetch import may_come
-from cas_ckpt.ops.sync.opened import handle_on, opened_bundle, require_prerequisites
 from cas_ckpt.ops.sync.push import PushRequest, updates_of
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress, phase

@@ -13,21 +13,27 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 from zipfile import ZipFile, ZipInfo
 
 from cas_ckpt.arguments import Buffer
+from cas_ckpt.core.config import Config, read_config
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import read_graph
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError, StorageError
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
+from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index.index import Index
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, short, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.storage.disk import UnnamedFile, sync_file, sync_folder
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
+    Store,
     byte_view,
     check_key,
     check_range,
@@ -254,3 +260,47 @@ class BundleStore(_FileValues):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+# --- as a repository -------------------------------------------------------------------------
+
+
+@contextmanager
+def opened_bundle(path: str | os.PathLike[str]) -> Iterator[tuple[BundleStore, RepositoryHandle]]:
+    """The bundle, and what it carries as a repository that is only read.
+
+    Raises:
+        NotFoundError: there is no such file. CorruptionError: it is not a whole bundle.
+    """
+    with closing(BundleStore(path)) as store, closing(handle_on(store, read_config(store))) as source:
+        source.sync()
+        if source.damaged:
+            raise CorruptionError(f"{store.url}: {next(iter(source.damaged.values()))}: copy the file again")
+        yield store, source
+
+
+def handle_on(store: Store, config: Config) -> RepositoryHandle:
+    """A repository on the store of a bundle; its index is in memory."""
+    return RepositoryHandle(store, config, Index.open(IN_MEMORY, store_id=config.store_id))
+
+
+def require_whole(source: RepositoryHandle) -> None:
+    """Raise NotFoundError if `source` is a bundle that continues from commits which are not in it."""
+    if isinstance(source.store, BundleStore) and source.store.prerequisites:
+        raise NotFoundError(
+            f"{source.store.url} continues from commit {short(source.store.prerequisites[0])}, which is not in it: "
+            "clone the bundle before it first, then fetch this one"
+        )
+
+
+def require_prerequisites(handle: RepositoryHandle, store: BundleStore) -> None:
+    """Raise NotFoundError if `handle` lacks a commit that the bundle continues from."""
+    lacking = [one for one in store.prerequisites if one not in read_graph(handle)]
+    if lacking:
+        handle.sync()
+        lacking = [one for one in lacking if one not in read_graph(handle)]
+    if lacking:
+        raise NotFoundError(
+            f"{store.url} continues from commit {short(lacking[0])}, which is not here ({len(lacking)} of "
+            f"{len(store.prerequisites)} are not): take the bundle before it first"
+        )

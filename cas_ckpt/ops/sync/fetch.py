@@ -29,9 +29,18 @@ from cas_ckpt.core.revisions import current_branch, other_meaning, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.sync.opened import opened, require_whole
+from cas_ckpt.ops.sync.bundle_file import require_whole
 from cas_ckpt.ops.sync.rebase import rebase as rebase_branch
-from cas_ckpt.ops.sync.remotes import FETCH_HEAD, ORIGIN, add_remote, check_promisor, is_wanted, recognise, remote_named
+from cas_ckpt.ops.sync.remotes import (
+    FETCH_HEAD,
+    ORIGIN,
+    add_remote,
+    check_promisor,
+    is_wanted,
+    opened,
+    recognise,
+    remote_named,
+)
 from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, graph_of_both, hex_of, send
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets

@@ -23,8 +23,7 @@ from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, named_ref, resolve
 from cas_ckpt.errors import AmbiguousIdError, CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.sync.opened import opened
-from cas_ckpt.ops.sync.remotes import is_wanted, parse_refspec, recognise, remember, remote_named, whole_name
+from cas_ckpt.ops.sync.remotes import is_wanted, opened, parse_refspec, recognise, remember, remote_named, whole_name
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
 

@@ -1,6 +1,7 @@
 """remotes: other repositories under short names, and which refs of theirs and ours go together.
 
     list, add, remove, rename, set    the settings of the repository (core/settings.py)
+    opened                            the repository at a URL, or a bundle
     remote_named                      what a name, a URL or a path means
     recognise                         is it the repository that it was when it was first asked
     parse_refspec                     what people write for "this ref, to that one"
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import graph_behind, graph_with, live_sets, promised_commits, promisors, read_graph
 from cas_ckpt.core.publish import take_away
 from cas_ckpt.core.push_failures import note_push
@@ -30,16 +32,44 @@ from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url,
 from cas_ckpt.errors import ConflictError, InvalidInputError, PermissionDeniedError, shown_value
 from cas_ckpt.index import liveness
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.sync.bundle_file import BundleStore
-from cas_ckpt.ops.sync.opened import opened
+from cas_ckpt.ops.sync.bundle_file import BundleStore, opened_bundle, require_prerequisites
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
 from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import path_of_url
 
 FETCH_HEAD = "FETCH_HEAD"
 """Names what was fetched last from a place that has no name here, as in git."""
 
 ORIGIN = "origin"
 """The remote that is meant where none is named; what `clone` calls the one that it copied."""
+
+
+@contextmanager
+def opened(
+    url: str, *, read_only: bool, cache: str | os.PathLike[str] | None = AUTO, taker: RepositoryHandle | None = None
+) -> Iterator[RepositoryHandle]:
+    """The repository at `url`, or the commits of the bundle that the path names, for as long as the block takes.
+
+    Args:
+        cache: As for `RepositoryHandle.open`; `cache_place` of the repository on whose behalf it is opened.
+        taker: Has to have what a bundle continues from; None: that is not looked at.
+    Raises:
+        NotFoundError: the bundle continues from commits that are not there. InvalidInputError: it is to be written.
+    """
+    path = path_of_url(url) if url.startswith("file://") else url
+    if os.path.isfile(path):
+        if not read_only:
+            raise InvalidInputError(f"{url} is a file, nothing is pushed into it: repo.create_bundle writes one")
+        with opened_bundle(path) as (store, source):
+            if taker is not None:
+                require_prerequisites(taker, store)
+            yield source
+        return
+    other = RepositoryHandle.open(url, read_only=read_only, cache=cache)
+    try:
+        yield other
+    finally:
+        other.close()
 
 
 @dataclass(frozen=True, slots=True)
