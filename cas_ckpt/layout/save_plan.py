@@ -183,9 +183,7 @@ def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
     """Disjoint parts that cover the cell: shards of one placement come before those of another."""
     chosen: list[_Part] = []
     for touch in found:
-        rest = [touch.box]
-        for other, _ in () if held.disjoint else chosen:
-            rest = [piece for part in rest for piece in part.without(other)]
+        rest = [touch.box] if held.disjoint else touch.box.without(*(other for other, _ in chosen))
         chosen.extend((part, held.shards[touch.shard].ranks) for part in rest)
     if sum(part.num_elements for part, _ in chosen) != box.num_elements:
         raise MismatchError(

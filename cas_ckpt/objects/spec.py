@@ -135,8 +135,15 @@ class Box:
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
 
-    def without(self, other: Box) -> list[Box]:
-        """The difference to `other`, as disjoint boxes: before and behind it along each dimension."""
+    def without(self, *others: Box) -> list[Box]:
+        """What none of `others` touches, as disjoint boxes; none of them is empty."""
+        left = [self] if self.num_elements else []
+        for other in others:
+            left = [rest for box in left for rest in box._without(other)]
+        return left
+
+    def _without(self, other: Box) -> list[Box]:
+        """The difference to `other`: before and behind it along each dimension."""
         common = self.intersect(other)
         if common is None:
             return [self]

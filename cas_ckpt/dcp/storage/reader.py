@@ -196,19 +196,6 @@ def _with_streams(value: Any, own: Any) -> Any:
     return value
 
 
-def uncovered(whole: Box, parts: Iterable[Box]) -> Box | None:
-    """Some box of `whole` that none of `parts` touches; None if they cover it.
-
-    DCP never asks this of a load: a destination that its plan covers in part keeps old values in the rest.
-    """
-    left = [whole] if whole.num_elements else []
-    for part in parts:
-        left = [rest for box in left for rest in box.without(part)]
-        if not left:
-            return None
-    return left[0] if left else None
-
-
 class _Unreadable(Metadata):
     """The metadata of a commit that cannot be read."""
 
@@ -493,10 +480,10 @@ def _check_cover(plan: LoadPlan, target: Mapping[str, Any]) -> None:
         chunks: list[ChunkStorageMetadata] = private(CHUNK_LIST)(target[name])
         for chunk in chunks:  # what this rank has of it, each in its own coordinates
             whole = Box((0,) * len(chunk.sizes), tuple(chunk.sizes))
-            rest = uncovered(whole, parts.get(MetadataIndex(name, chunk.offsets), ()))
-            if rest is not None:
-                corner = tuple(map(sum, zip(chunk.offsets, rest.offsets, strict=True)))
+            rest = whole.without(*parts.get(MetadataIndex(name, chunk.offsets), ()))
+            if rest:  # of which DCP never asks
+                corner = tuple(map(sum, zip(chunk.offsets, rest[0].offsets, strict=True)))
                 raise MismatchError(
-                    f"{name}{region(Box(corner, rest.sizes))}: no stored part covers this region, it "
+                    f"{name}{region(Box(corner, rest[0].sizes))}: no stored part covers this region, it "
                     "would keep its old values: load a commit that holds all of it"
                 )
