@@ -67,8 +67,8 @@ _TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. 
 @_speed
 @click.pass_obj
 def clone(
-    settings: Settings, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...],
-    depth: int | None, keys: tuple[str, ...], tags: bool | None, max_bandwidth: int | None,
+    settings: Settings, /, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...],
+    depth: int | None, keys: tuple[str, ...], tags: bool | None, **speed: Any,
 ) -> None:  # fmt: skip
     """Make a new repository with the commits of the one at URL, which is its remote `origin`.
 
@@ -81,7 +81,7 @@ def clone(
     if not place:
         raise click.UsageError("where is the new repository to be? Give FOLDER")
     with Repository.clone(
-        url, place, branch=branch, branches=branches, depth=depth, filter=keys, tags=tags, max_bandwidth=max_bandwidth,
+        url, place, branch=branch, branches=branches, depth=depth, filter=keys, tags=tags, **speed,
         progress=settings.show_progress(),
     ) as made:  # fmt: skip
         found = {"url": made.url, "branches": made.branches(), "remote_branches": made.remote_branches()}
@@ -119,8 +119,8 @@ def clone(
 @_speed
 @click.pass_obj
 def push(
-    settings: Settings, remote: str | None, refs: tuple[str, ...], delete: bool, all_branches: bool, tags: bool,
-    force: bool, lease: str | None, shard: PackShard | None, dry_run: bool, max_bandwidth: int | None,
+    settings: Settings, /, remote: str | None, refs: tuple[str, ...], delete: bool, lease: str | None,
+    shard: PackShard | None, **options: Any,
 ) -> None:  # fmt: skip
     """Send commits to the repository REMOTE (a name, URL or path; default: origin), and move its refs.
 
@@ -132,9 +132,9 @@ def push(
         raise click.UsageError("which refs are to be deleted?")
     with settings.open() as repo:
         report = repo.push(
-            remote, () if delete else refs, delete=refs if delete else (), all_branches=all_branches, tags=tags,
-            force=force, force_with_lease=lease or lease is not None, shard=None if shard is None else str(shard),
-            dry_run=dry_run, max_bandwidth=max_bandwidth, progress=settings.show_progress(),
+            remote, () if delete else refs, delete=refs if delete else (),
+            force_with_lease=lease or lease is not None, shard=None if shard is None else str(shard), **options,
+            progress=settings.show_progress(),
         )  # fmt: skip
     show_report(settings, report, "To", "sent")
 
@@ -161,9 +161,8 @@ def push(
 @_speed
 @click.pass_obj
 def fetch(
-    settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, commits: tuple[str, ...],
-    keys: tuple[str, ...], prune: bool, force: bool, dry_run: bool, max_bandwidth: int | None,
-) -> int:  # fmt: skip
+    settings: Settings, /, remote: str | None, branches: tuple[str, ...], keys: tuple[str, ...], **options: Any
+) -> int:
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
     Of its branches those come that match PATTERN; without any, what the remote's settings say, else all. Of a URL, a
@@ -171,10 +170,7 @@ def fetch(
     FETCH_HEAD names from then on. A tag that names another commit here is rejected: the exit code is 3.
     """
     with settings.open() as repo:
-        report = repo.fetch(
-            remote, branches, commits=commits, filter=keys, tags=tags, prune=prune, force=force, dry_run=dry_run,
-            max_bandwidth=max_bandwidth, progress=settings.show_progress(),
-        )  # fmt: skip
+        report = repo.fetch(remote, branches, filter=keys, **options, progress=settings.show_progress())
     return show_report(settings, report, "From", "came")
 
 
@@ -192,20 +188,14 @@ def fetch(
 @_DRY
 @_speed
 @click.pass_obj
-def pull(
-    settings: Settings, remote: str | None, branch: str | None, rebase: bool, tags: bool | None, dry_run: bool,
-    max_bandwidth: int | None,
-) -> int:  # fmt: skip
+def pull(settings: Settings, /, remote: str | None, branch: str | None, **options: Any) -> int:
     """Fetch from REMOTE (a name, URL or path; default: origin), then let BRANCH go forward to where it is there.
 
     Without BRANCH the default branch is meant. Where both sides have commits of their own, nothing moves, unless
     --rebase makes those here anew on top of theirs: with the same states, messages and metrics, without signatures.
     """
     with settings.open() as repo:
-        report = repo.pull(
-            remote, branch, rebase=rebase, tags=tags, dry_run=dry_run, max_bandwidth=max_bandwidth,
-            progress=settings.show_progress(),
-        )  # fmt: skip
+        report = repo.pull(remote, branch, **options, progress=settings.show_progress())
     return show_report(settings, report, "From", "came")
 
 

@@ -210,9 +210,9 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
-@click.option("--min-age", default="1h", type=AGE, show_default=True,
+@click.option("--min-age", "min_age_s", default="1h", type=AGE, show_default=True,
               help="Spare packs younger than this that no commit uses yet.")  # fmt: skip
-@click.option("--expire-reflog", default="30d", type=AGE, show_default=True,
+@click.option("--expire-reflog", "reflog_expire_s", default="30d", type=AGE, show_default=True,
               help="How long deleted and moved branches can be brought back.")  # fmt: skip
 @click.option("--max-unused", default="5%", type=SHARE, show_default=True,
               help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
@@ -220,10 +220,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
               help="Merge small packs where there are 64 of a kind [default: on a local disk alone].")  # fmt: skip
 @_common
 @click.pass_obj
-def gc(
-    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, merge: bool | None,
-    max_repack_bytes: int | None, shard: PackShard | None, dry_run: bool,
-) -> int:  # fmt: skip
+def gc(settings: Settings, /, shard: PackShard | None, **options: Any) -> int:
     """Delete what no branch, tag or pin needs.
 
     Packs that hold waste beside what is needed are rewritten. Where there are 64 small packs of a kind, as commits
@@ -235,11 +232,8 @@ def gc(
     takes new objects.
     """
     with settings.open() as repo:
-        report = repo.gc(
-            min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
-            merge=merge, max_repack_bytes=max_repack_bytes, shard=None if shard is None else str(shard),
-            dry_run=dry_run, progress=settings.show_progress(),
-        )  # fmt: skip
+        share = None if shard is None else str(shard)
+        report = repo.gc(**options, shard=share, progress=settings.show_progress())
     return _show_collection(settings, report)
 
 

@@ -57,7 +57,7 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
     return frozenset(digest for _, ids in _records(store) for digest in ids)
 
 
-def readable_forgotten(store: Store) -> frozenset[Digest]:
+def read_forgotten_leniently(store: Store) -> frozenset[Digest]:
     """The same for callers that only show them, or keep the others: damaged records are skipped, with a warning."""
     return frozenset(digest for _, ids in _readable_records(store) for digest in ids)
 
@@ -176,7 +176,7 @@ def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Di
         except (NotFoundError, CorruptionError):  # merged meanwhile; or damaged, perhaps in the cache alone
             if cache is not None:
                 cache.drop(key)
-            return readable_forgotten(store)
+            return read_forgotten_leniently(store)
     return frozenset(found)
 
 
@@ -283,7 +283,7 @@ def forgotten_view(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) 
         refs: All branches, tags and pins; None: read them now, if anything was forgotten.
     """
     if handle.store.abilities.local:
-        forgotten = readable_forgotten(handle.store)
+        forgotten = read_forgotten_leniently(handle.store)
     else:
         forgotten = _seen_forgotten(handle.store, handle.cache)
     if not forgotten:

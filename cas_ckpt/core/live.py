@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TypeAlias
 
-from cas_ckpt.core.forgotten import read_released, readable_forgotten
+from cas_ckpt.core.forgotten import read_forgotten_leniently, read_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.settings import Remote, read_settings
@@ -98,7 +98,7 @@ def live_sets(
         CorruptionError: a ref, or an orphan, leads to a commit that is in no intact pack.
     """
     refs = list(handle.refs.every()) if refs is None else refs
-    gone = frozenset(readable_forgotten(handle.store) if forgotten is None else forgotten)
+    gone = frozenset(read_forgotten_leniently(handle.store) if forgotten is None else forgotten)
     graph = graph_behind(handle, [ref.target for ref in refs if ref.target is not None])
     heads = {ref.target: ref.name for ref in refs if ref.target is not None}
     commits = _all_behind(graph, heads)

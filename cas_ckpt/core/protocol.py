@@ -222,7 +222,7 @@ class Session:
 def live_sessions(store: Store) -> list[SessionRecord]:
     """Sessions that were heard of lately, by our clock; damaged records are none, for nothing depends on them."""
     found = [_read(store, key) for key in few_keys(store, PREFIX)]
-    return [session for session in found if session is not None and _is_heard_within(session, DEAD_S)]
+    return [session for session in found if session is not None and _is_recent(session, DEAD_S)]
 
 
 def elsewhere_since_s(store: Store) -> float | None:
@@ -239,13 +239,13 @@ def sweep_sessions(store: Store) -> int:
     swept = 0
     for key in few_keys(store, PREFIX):
         session = _read(store, key)
-        if session is None or not _is_heard_within(session, 4 * DEAD_S):
+        if session is None or not _is_recent(session, 4 * DEAD_S):
             store.delete(key)
             swept += 1
     return swept
 
 
-def _is_heard_within(session: SessionRecord, limit_s: float) -> bool:
+def _is_recent(session: SessionRecord, limit_s: float) -> bool:
     return abs(session.heard_us - int(clock.now_s() * 1e6)) <= int(limit_s * 1e6)
 
 

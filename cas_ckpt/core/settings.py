@@ -26,7 +26,7 @@ from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, N
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.bucket_url import SECRET
 from cas_ckpt.storage.store import Store
-from cas_ckpt.storage.url import refuse_half_a_url
+from cas_ckpt.storage.url import reject_single_slash_url
 
 VERSION = 1
 
@@ -219,7 +219,7 @@ def stored_url(url: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(url)
     if isinstance(text, str):
-        refuse_half_a_url(text)
+        reject_single_slash_url(text)
     if not isinstance(text, str) or "://" in text:
         return check_url(text)
     path = Path(text).expanduser().absolute()

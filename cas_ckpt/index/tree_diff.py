@@ -208,7 +208,7 @@ def _told(connection: Connection, pairs: Sequence[_Pair], trees: Mapping[int, Tr
     sides = [side for pair in pairs for side in (pair.before, pair.after)]
     rows = [side for side in sides if isinstance(side, tuple)]
     numbers = {number for row in rows for number in (row[0], row[CHILD])} | {_container(side) for side in sides}
-    tell = _Teller(
+    tell = _SideReader(
         read_specs(connection, {row[SPEC] for row in rows}),
         {number: (Digest(digest), ObjectKind(kind)) for number, digest, kind in _objects(connection, numbers)},
         trees,
@@ -226,7 +226,7 @@ def _objects(connection: Connection, numbers: Collection[int | None]) -> Iterato
         yield number, digest, kind if kind != UNKNOWN_KIND else ObjectKind.CHUNK
 
 
-class _Teller:
+class _SideReader:
     """Makes sides of differences from rows."""
 
     def __init__(

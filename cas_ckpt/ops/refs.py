@@ -182,7 +182,7 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
                 f"branch {name!r} leads to {count} commits that are not at {tier} yet: push them first "
                 f'(repo.push_pending("{tier}")), or give them up with force=True'
             )
-        alone = _led_to_alone(handle, name)
+        alone = _num_unique_commits(handle, name)
         if alone:
             raise ConflictError(
                 f"branch {name!r} alone leads to {alone} commits: merge, push or tag them, or delete it with force=True"
@@ -193,7 +193,7 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
     return deleted
 
 
-def _led_to_alone(handle: RepositoryHandle, name: str) -> int:
+def _num_unique_commits(handle: RepositoryHandle, name: str) -> int:
     """How many commits no ref but the branch `name` leads to."""
     own, others = list[Digest](), set[Digest]()
     for ref in handle.refs.list():

@@ -39,7 +39,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         raise InvalidInputError(f"a store is a path or a URL, found {shown_value(text)}")
     check_path(text)
     if "://" not in text:
-        refuse_half_a_url(text)
+        reject_single_slash_url(text)
         try:
             return FileStore(Path(text).expanduser())
         except RuntimeError as error:
@@ -60,7 +60,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     )
 
 
-def refuse_half_a_url(text: str) -> None:
+def reject_single_slash_url(text: str) -> None:
     """Refuse `s3:/bucket`: taken for a path, it would fill the local disk instead of the bucket.
 
     Raises:

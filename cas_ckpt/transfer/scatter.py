@@ -318,11 +318,11 @@ class _Mover:
 
     def _fill(self, jobs: Sequence[_Job]) -> None:
         if isinstance(self._source, StagedStore):
-            self._fill_from_afar(self._source.store, [job for job in jobs if not _is_staged(job.read.chunk)])
+            self._fill_remote(self._source.store, [job for job in jobs if not _is_staged(job.read.chunk)])
             jobs = [job for job in jobs if _is_staged(job.read.chunk)]
         run_all(jobs, lambda: self._filler.fill, num_threads=min(self._options.num_threads, len(jobs)))
 
-    def _fill_from_afar(self, store: Store, jobs: Sequence[_Job]) -> None:
+    def _fill_remote(self, store: Store, jobs: Sequence[_Job]) -> None:
         """Read and verify once more what could not be staged, what is near one another together."""
         chunks: dict[Digest, StoredChunk] = {}
         for job in jobs:

@@ -134,7 +134,7 @@ def serve(
         pack_error, unpack_error: From errors to plain values, and back.
     """
     _end_with(parent)
-    _be_ended_first()
+    _prefer_for_oom_kill()
     for number in NOT_FOR_CHILDREN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_CHILDREN)
@@ -167,7 +167,7 @@ def _work(served: Served, given: Any, work: Work, pack_error: Callable[[BaseExce
     served._send(reply)
 
 
-def _be_ended_first() -> None:
+def _prefer_for_oom_kill() -> None:
     """Where memory runs out, let the kernel take this process rather than its parent."""
     try:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)

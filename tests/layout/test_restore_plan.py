@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from benchmarks.shapes import llama
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.holdings import Shard, holdings, whole
-from cas_ckpt.layout.plan_ranks import rank_totals, rank_view
-from cas_ckpt.layout.plan_summary import summarize
+from cas_ckpt.layout.plan_summary import rank_totals, rank_view, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
 from cas_ckpt.objects.digest import unpack_canonical
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split, grid_for

@@ -2,7 +2,7 @@
 
     1. load the tree: which tensors there are, and their specs (core/tree.py)
     2. target layout -> who wants what of each (layout/target_layout.py)
-    3. plan, prove the cover, count (layout/restore_plan.py, layout/plan_ranks.py, layout/plan_summary.py)
+    3. plan, prove the cover, count (layout/restore_plan.py, layout/plan_summary.py)
     4. keep it in the index as rows, by (root, layout); the next one who asks gets it from there (index/plans.py)
 
 What a layout says nothing about is planned as it is restored: arrays, and tensors that are parts of something (sparse
@@ -31,8 +31,15 @@ from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, plans, usage
 from cas_ckpt.index.plans import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
 from cas_ckpt.layout.holdings import whole
-from cas_ckpt.layout.plan_ranks import RankTotals, rank_totals
-from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread, summarize
+from cas_ckpt.layout.plan_summary import (
+    NETWORK_BYTES_PER_S,
+    STORAGE_BYTES_PER_S,
+    PlanSummary,
+    RankTotals,
+    Spread,
+    rank_totals,
+    summarize,
+)
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.target_layout import MAX_RANKS, PLANNER_VERSION, TargetLayout, check_splits, wants_id
 from cas_ckpt.objects.digest import Digest

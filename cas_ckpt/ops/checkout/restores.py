@@ -29,8 +29,7 @@ from cas_ckpt.index import plans, restores
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.layout.holdings import Shard, whole
-from cas_ckpt.layout.plan_ranks import rank_totals
-from cas_ckpt.layout.plan_summary import summarize
+from cas_ckpt.layout.plan_summary import rank_totals, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan
 from cas_ckpt.layout.target_layout import wants_id
 from cas_ckpt.objects.digest import Digest

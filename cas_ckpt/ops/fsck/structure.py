@@ -336,7 +336,7 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
         known = index.packs()
         disorder = index.read(integrity.disorder)
         stray = index.read(integrity.stray_rows)
-        clean = not structure.differing or _agrees_but_for_what_differs(index, structure, findings)
+        clean = not structure.differing or _agrees_except_differences(index, structure, findings)
         gone = [key for key in known if key not in structure.packs and not exists(findings.store, key)]
         if gone:
             findings.note(
@@ -354,7 +354,7 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
         return False
 
 
-def _agrees_but_for_what_differs(index: Index, structure: Structure, findings: Findings) -> bool:
+def _agrees_except_differences(index: Index, structure: Structure, findings: Findings) -> bool:
     """Report rows that differ; whether the index may be used all the same.
 
     A pack that was unknown when it was compared is only behind, though somebody may have added it since: what

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import did_you_mean
-from cas_ckpt.core.forgotten import readable_forgotten
+from cas_ckpt.core.forgotten import read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LiveSets, live_sets
 from cas_ckpt.core.records import Brief
@@ -105,7 +105,7 @@ def stored_bytes_freed(
 def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequence[Ref]) -> tuple[LiveSets, LiveSets]:
     """Live objects now, and if `commits` were forgotten."""
     expired_us = int((clock.now_s() - GcOptions().reflog_expire_s) * 1e6)
-    forgotten = readable_forgotten(handle.store)
+    forgotten = read_forgotten_leniently(handle.store)
     return (
         live_sets(handle, refs=refs, forgotten=forgotten, expire_before_us=expired_us),
         live_sets(handle, refs=refs, forgotten=forgotten.union(commits), expire_before_us=expired_us),

@@ -26,7 +26,7 @@ from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.core.at_tiers import not_at_tiers, whole_commits
-from cas_ckpt.core.forgotten import merge_forgotten, readable_forgotten, sweep_released, write_released
+from cas_ckpt.core.forgotten import merge_forgotten, read_forgotten_leniently, sweep_released, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LiveSets, all_refs, graph_with, live_sets, read_graph, released_by_expiry
 from cas_ckpt.core.protocol import (
@@ -262,7 +262,7 @@ class Collection:
         if not lacking:
             return sets
         self._note(not_at_tiers=tuple((commit.hex(), why) for commit, why in sorted(lacking.items())))
-        gone = readable_forgotten(self.handle.store) - lacking.keys()
+        gone = read_forgotten_leniently(self.handle.store) - lacking.keys()
         return live_sets(self.handle, refs=refs, forgotten=gone, expire_before_us=expired_us, keep_orphans=True)
 
     def read_refs(self) -> Sequence[Ref]:

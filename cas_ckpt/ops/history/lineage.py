@@ -77,13 +77,13 @@ def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
     start = resolve(handle, revision)
     graph = graph_with(handle, [start])
     edges = handle.index.read(history.all_lineage)
-    upward: dict[bytes, list[_Way]] = {}
-    downward: dict[bytes, list[_Way]] = {}
+    upward: dict[bytes, list[_DirectedEdge]] = {}
+    downward: dict[bytes, list[_DirectedEdge]] = {}
     for commit, edge in edges:
-        upward.setdefault(commit, []).append(_Way(edge.target, commit, edge))
-        downward.setdefault(edge.target, []).append(_Way(commit, commit, edge))
+        upward.setdefault(commit, []).append(_DirectedEdge(edge.target, commit, edge))
+        downward.setdefault(edge.target, []).append(_DirectedEdge(commit, commit, edge))
     origins = _followed(start, upward, graph.parents_of, most=len(edges))
-    descendants: list[_Way] = []
+    descendants: list[_DirectedEdge] = []
     if len(origins) < len(edges):  # what leads to a commit is not what it leads to: ids of commits are of all they name
         children = graph.children(graph.commits)
         descendants = _followed(start, downward, lambda commit: children.get(commit, ()), most=len(edges))
@@ -95,7 +95,7 @@ def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _DirectedEdge:
     """An edge in the direction of a walk: it leads to `end`, and `commit` names it."""
 
     end: bytes
@@ -104,10 +104,14 @@ class _Way:
 
 
 def _followed(
-    start: Digest, edges: Mapping[bytes, Iterable[_Way]], parents: Callable[[bytes], Iterable[bytes]], *, most: int
-) -> list[_Way]:
+    start: Digest,
+    edges: Mapping[bytes, Iterable[_DirectedEdge]],
+    parents: Callable[[bytes], Iterable[bytes]],
+    *,
+    most: int,
+) -> list[_DirectedEdge]:
     """Every edge that `start` leads to over edges and history, breadth first; ends with `most`: there are no more."""
-    found: list[_Way] = []
+    found: list[_DirectedEdge] = []
     seen: set[bytes] = {start}
     todo: deque[bytes] = deque([start])
     while todo and len(found) < most:
@@ -121,7 +125,7 @@ def _followed(
     return found
 
 
-def _step(way: _Way, is_here: bool) -> LineageStep:
+def _step(way: _DirectedEdge, is_here: bool) -> LineageStep:
     edge = way.edge
     meta = None if edge.note is None else decode_value(edge.note, key="metadata of lineage")
     return LineageStep(way.commit.hex(), edge.kind, edge.target.hex(), is_here, meta)

@@ -82,7 +82,7 @@ def quick_log(
     """
     if "://" in place or limit == 0 or (revision is not None and reads_as_id(revision)):
         return None
-    from cas_ckpt.core.forgotten import readable_forgotten
+    from cas_ckpt.core.forgotten import read_forgotten_leniently
     from cas_ckpt.core.push_failures import TIERS_KEY
     from cas_ckpt.core.records import infos_of_log
     from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
@@ -103,7 +103,7 @@ def quick_log(
             if ref.target is not None:
                 targets.add(ref.target)
                 names.setdefault(ref.target.hex(), []).append(_PREFIXES.get(ref.kind, "") + ref.name)
-        forgotten = readable_forgotten(store) - targets
+        forgotten = read_forgotten_leniently(store) - targets
         with history.plain_index(store.root / INDEX_PATH, store_id=config.store_id) as index:
             rows = history.log(index, [head], limit=limit, first_parent=first_parent, whole=True)
             return QuickLog(list(infos_of_log(index, rows, forgotten)), names)

@@ -20,7 +20,7 @@ from itertools import islice
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import require_there
-from cas_ckpt.core.forgotten import forgotten_view, readable_forgotten
+from cas_ckpt.core.forgotten import forgotten_view, read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.protocol import live_sessions, read_gc_state
@@ -260,7 +260,7 @@ def _kept_by_branches(
         if ref.target is not None:
             bit = bits[ref.name] if ref.kind is RefKind.BRANCH else 1 << len(names)
             naming[ref.target] = naming.get(ref.target, 0) | bit
-    forgotten = readable_forgotten(handle.store)
+    forgotten = read_forgotten_leniently(handle.store)
     reaching = dict(naming)
     kept = []
     for row in _history_sizes(handle, naming):  # children come before their parents

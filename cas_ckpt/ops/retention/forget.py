@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from cas_ckpt import clock
 from cas_ckpt.core.at_tiers import not_at_tiers
 from cas_ckpt.core.completeness import unforget
-from cas_ckpt.core.forgotten import readable_forgotten, write_forgotten
+from cas_ckpt.core.forgotten import read_forgotten_leniently, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LOOKS, graph_behind, unpushed_by_tier
 from cas_ckpt.core.protocol import read_gc_state
@@ -147,7 +147,7 @@ def choose(
     Raises:
         InvalidInputError: a pattern that matches no branch. CorruptionError: history has a hole.
     """
-    before = readable_forgotten(handle.store)
+    before = read_forgotten_leniently(handle.store)
     named = naming(refs)
     rows = _history(handle, refs)
     restored = handle.index.read(restores.proven_commits) if retention.asks_for_restores else {}
@@ -366,7 +366,7 @@ def forget_revisions(
             raise InvalidInputError(
                 f"commit {short(digest)} is {' and '.join(named[digest].refs)}, so it stays: delete or move that first"
             )
-    before = readable_forgotten(handle.store)
+    before = read_forgotten_leniently(handle.store)
     going = [digest for digest in digests if digest not in before]
     waiting = _not_at_tiers(handle, list(handle.refs.list()), going, verify_tier=verify_tier)
     for digest in digests:

@@ -322,7 +322,7 @@ def _begun(
         except NoRepositoryError:
             pass  # something else is there: what init said is raised
         else:
-            if _is_half_a_clone(made, origin):
+            if _is_unfinished_clone(made, origin):
                 if made.default_branch != config.default_branch:
                     change_default_branch(made, config.default_branch)
                 return made
@@ -336,7 +336,7 @@ def _begun(
     return made
 
 
-def _is_half_a_clone(made: RepositoryHandle, origin: Remote) -> bool:
+def _is_unfinished_clone(made: RepositoryHandle, origin: Remote) -> bool:
     """Whether nothing was done there but a clone of `origin` that has not ended."""
     remotes = [replace(remote, repository="") for remote in read_settings(made.store).remotes]
     return remotes == [origin] and not any(made.refs.list(RefKind.BRANCH))

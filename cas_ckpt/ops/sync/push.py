@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cas_ckpt.core.forgotten import readable_forgotten
+from cas_ckpt.core.forgotten import read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, check_meaning
@@ -141,7 +141,7 @@ def _own(handle: RepositoryHandle, source: str, ref: Ref | None) -> tuple[RefKin
 def _resolved(handle: RepositoryHandle, revision: str) -> Digest:
     """The commit, if it has its data."""
     digest = resolve(handle, revision)
-    if digest in readable_forgotten(handle.store):
+    if digest in read_forgotten_leniently(handle.store):
         raise NotFoundError(f"commit {digest.hex()[:12]} was forgotten: its data cannot be pushed")
     return digest
 
