@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.history.shards import ShardRow
     from cas_ckpt.ops.history.show import ShownCommit
     from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus
+    from cas_ckpt.repository.given import UsageBy
 
 
 @verb("show", examples=["cas-ckpt show", "cas-ckpt show v1 --json"], also=[15])
@@ -251,7 +252,7 @@ def _commit_rows(found: CommitUsage) -> Iterator[tuple[str, str]]:
 @flag("-b", "--bytes", "exact", help="Print bytes, without units.")
 @click.pass_obj
 def du(
-    settings: Settings, revision: str | None, by: str, keys: tuple[str, ...], limit: int | None, with_remotes: bool,
+    settings: Settings, revision: str | None, by: UsageBy, keys: tuple[str, ...], limit: int | None, with_remotes: bool,
     exact: bool,
 ) -> None:  # fmt: skip
     """Show what each commit, branch, tensor or dtype costs.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.pack_shards import PackShard
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
+    from cas_ckpt.repository.given import Encoding
 
 
 PARTLY = 3
@@ -40,7 +41,12 @@ DAMAGED = 13
 @click.option("--single-writer", is_flag=True, help="Accept a store that ignores conditions: one writer at a time.")
 @click.pass_obj
 def init(
-    settings: Settings, path: str | None, branch: str, encoding: str | None, pack_size: int | None, single_writer: bool
+    settings: Settings,
+    path: str | None,
+    branch: str,
+    encoding: Encoding | None,
+    pack_size: int | None,
+    single_writer: bool,
 ) -> None:
     """Make a new, empty repository in a folder that is empty or not there yet.
 

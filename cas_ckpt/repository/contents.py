@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.given import Keys
+from cas_ckpt.repository.given import DtypePattern, Keys, ShapePattern
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class ContentVerbs(Opened):
         self,
         keys: Keys = None,
         *,
-        dtype: Any = None,
-        shape: Any = None,
+        dtype: DtypePattern | None = None,
+        shape: ShapePattern | None = None,
         min_bytes: int | None = None,
         max_bytes: int | None = None,
         object_id: str | None = None,
@@ -102,8 +102,8 @@ class ContentVerbs(Opened):
         self,
         keys: Keys = None,
         *,
-        dtype: Any = None,
-        shape: Any = None,
+        dtype: DtypePattern | None = None,
+        shape: ShapePattern | None = None,
         min_bytes: int | None = None,
         max_bytes: int | None = None,
         object_id: str | None = None,

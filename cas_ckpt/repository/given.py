@@ -4,10 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
+    import numpy as np
+
     from cas_ckpt.signing import Trust
+
+Encoding: TypeAlias = Literal["raw", "auto", "zstd", "planes"]
+"""How new chunks are stored."""
+
+ExportFormat: TypeAlias = Literal["safetensors", "torch", "dcp"]
+"""What an export writes."""
+
+UsageBy: TypeAlias = Literal["commit", "branch", "tensor", "dtype"]
+"""What a row of `du` is of."""
+
+Repair: TypeAlias = Literal["config", "state", "records", "packs", "chunks", "refs", "index"]
+"""A kind of repair."""
+
+
+class TorchDtype(Protocol):
+    """A `torch.dtype`."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """As torch has it."""
+        ...
+
+
+class TorchDevice(Protocol):
+    """A `torch.device`."""
+
+    @property
+    def type(self) -> str:
+        """As torch has it."""
+        ...
+
+
+class ProcessGroup(Protocol):
+    """A `torch.distributed.ProcessGroup`."""
+
+    def rank(self) -> int:
+        """As torch has it."""
+        ...
+
+    def size(self) -> int:
+        """As torch has it."""
+        ...
+
+
+Device: TypeAlias = str | int | TorchDevice
+"""Where tensors go, e.g. "cuda"."""
+
+DtypePattern: TypeAlias = "str | TorchDtype | np.dtype[Any] | type[np.generic]"
+"""A dtype, or text: its name ("bfloat16", "bf16") or a pattern of names ("float8_*")."""
+
+ShapePattern: TypeAlias = "str | Sequence[int | None | EllipsisType]"
+"""Sizes; None stands for any size, ... for any number of dimensions."""
 
 Keys: TypeAlias = str | Sequence[str] | None
 """Patterns of keys: `*` and `?` inside a component, `**` across; a container stands for all below it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Self
+from typing import Literal, Self
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.handle import RepositoryHandle
@@ -14,7 +14,7 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.ops.commit.options import CommitOptions
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.contents import ContentVerbs
-from cas_ckpt.repository.given import Trusted, given_trust, texts
+from cas_ckpt.repository.given import Encoding, ProcessGroup, Trusted, given_trust, texts
 from cas_ckpt.repository.history import HistoryVerbs
 from cas_ckpt.repository.names import NameVerbs
 from cas_ckpt.repository.plans import PlanVerbs
@@ -24,7 +24,7 @@ from cas_ckpt.repository.signatures import SignatureVerbs
 from cas_ckpt.repository.states import StateVerbs
 from cas_ckpt.repository.upkeep import UpkeepVerbs
 from cas_ckpt.repository.usage import UsageVerbs
-from cas_ckpt.transfer.peers import Call
+from cas_ckpt.transfer.peers import Call, Peers
 
 
 @reads_arguments
@@ -56,12 +56,12 @@ class Repository(
         url: str | PathLike[str],
         *,
         default_branch: str = "main",
-        encoding: str | None = None,
+        encoding: Encoding | None = None,
         pack_bytes: int | None = None,
         single_writer: bool = False,
         index_url: str | None = None,
         cache: str | PathLike[str] | None = AUTO,
-        group: Any = AUTO,
+        group: ProcessGroup | Peers | Literal["auto"] | None = "auto",
         timeout_s: float = TIMEOUT_S,
     ) -> Repository:
         """A new repository at `url`, opened. In a distributed job all ranks call it together.
@@ -116,7 +116,7 @@ class Repository(
         index_url: str | None = None,
         read_only: bool | None = False,
         cache: str | PathLike[str] | None = AUTO,
-        group: Any = AUTO,
+        group: ProcessGroup | Peers | Literal["auto"] | None = "auto",
         timeout_s: float = TIMEOUT_S,
         progress: Progress | bool = False,
         trust: Trusted | None = None,

@@ -15,7 +15,7 @@ from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.given import Keys, Trusted, given_key, given_trust
+from cas_ckpt.repository.given import Device, ExportFormat, Keys, TorchDtype, Trusted, given_key, given_trust
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -219,9 +219,9 @@ class StateVerbs(Opened):
         ref: Revision = "HEAD",
         *,
         keys: Keys = None,
-        device: Any = None,
-        dtype: Any = None,
-        map_location: Any = None,
+        device: Device | None = None,
+        dtype: TorchDtype | None = None,
+        map_location: Device | None = None,
         allow_pickle: bool = False,
         trust: Trusted | None = None,
         progress: Progress | bool = False,
@@ -330,7 +330,7 @@ class StateVerbs(Opened):
             )  # fmt: skip
 
     def export(
-        self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
+        self, ref: Revision, path: str | PathLike[str], *, format: ExportFormat | None = None,  # noqa: A002
         max_shard_bytes: int | None = None, keys: Keys = None, adapter: str | None = None, force: bool = False,
         trust: Trusted | None = None, progress: Progress | bool = False,
     ) -> ExportInfo:  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.progress import Progress, shown
+from cas_ckpt.repository.given import Repair
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class UpkeepVerbs(Opened):
 
     def repair(
         self,
-        *what: str,
+        *what: Repair,
         sources: Sequence[str] = (),
         refs: Mapping[str, str] | None = None,
         read_data: bool = False,

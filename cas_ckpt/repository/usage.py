@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cas_ckpt.arguments import reads_arguments
-from cas_ckpt.repository.given import Keys
+from cas_ckpt.repository.given import Keys, UsageBy
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class UsageVerbs(Opened):
         return commit_stats(self._handle, ref)
 
     def du(
-        self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
+        self, by: UsageBy = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
         with_remotes: bool = False,
     ) -> list[UsageRow]:  # fmt: skip
         """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype".
