@@ -37,6 +37,8 @@ from tests.divided import mesh, over
 from tests.index.manifest_rows import make_older, said
 from tests.processes import Forked
 
+pytestmark = pytest.mark.slow
+
 NUM_COMMITS = 6
 
 

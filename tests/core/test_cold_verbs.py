@@ -19,6 +19,8 @@ from cas_ckpt.storage.memory import MemoryStore
 from tests.committing import commit
 from tests.remote_store import RemoteStore
 
+pytestmark = pytest.mark.slow
+
 VERBS: dict[str, Callable[[Repository], Any]] = {
     "log": lambda repo: repo.log(),
     "log --all": lambda repo: repo.log(all_refs=True),

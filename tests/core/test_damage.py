@@ -26,6 +26,8 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.checkout.read import read_array
 from tests.builders import ArrayMemory, commit, new_repository, numbers, stored_arrays
 
+pytestmark = pytest.mark.slow
+
 STATE = {"first": numbers(40, 4096, seed=1), "second": numbers(1 << 20, seed=2), "third": numbers(900, seed=3)}
 
 

@@ -29,6 +29,8 @@ from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.committing import commit
 from tests.remote_store import RemoteStore
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bucket() -> MemoryStore:

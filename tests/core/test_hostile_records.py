@@ -30,6 +30,8 @@ from cas_ckpt.storage.store import MOST_VALUE_BYTES
 from tests.builders import commit, new_repository, numbers
 from tests.remote_store import RemoteStore
 
+pytestmark = pytest.mark.slow
+
 FORGOTTEN_KEY = f"{forgotten.PREFIX}{'a' * 32}"
 MAIN_KEY = ref_key(RefKind.BRANCH, "main")
 READS_FORGOTTEN = ("log", "fetch", "clone", "push", "gc")

@@ -31,6 +31,8 @@ from cas_ckpt.ops.retention.forget import forget
 from cas_ckpt.ops.retention.policy import Policy, set_policy
 from tests.builders import commit, new_repository, numbers, stored_arrays
 
+pytestmark = pytest.mark.slow
+
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 """Spare nothing."""
 

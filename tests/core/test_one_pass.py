@@ -31,6 +31,8 @@ from tests.builders import new_repository, numbers
 from tests.divided import divided, mesh, over
 from tests.thread_peers import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STATE = {
     "square": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024),
     "tall": torch.randn(30_000, 50, generator=torch.Generator().manual_seed(1)),

@@ -22,6 +22,8 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.url import open_store
 from tests.processes import PIPE, Forked
 
+pytestmark = pytest.mark.slow
+
 VERBS: list[Callable[[Repository], object]] = [
     lambda repo: repo.commit({"x": 3}), lambda repo: repo.checkout(into={"x": 0}), lambda repo: repo.load(),
     lambda repo: repo.read("main", "x"), lambda repo: repo.log(), lambda repo: repo.log(all_refs=True),
