@@ -12,8 +12,8 @@
        chunks of its tensors; states.py asks the index what states hold, for verbs that need none of their bytes;
        hints.py writes into meta packs what spares readers of remote ones requests, preview.py reads it; elsewhere.py
        brings from tiers what is lost or damaged here
-    4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py what nobody keeps
-       any more, at_tiers.py whether tiers have what is about to go here
+    4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py which data
+       nothing keeps any more, at_tiers.py whether tiers have what is about to go here
     5. signatures.py judges who signed a commit or tag, and which branches take signed commits only
     6. pack_shards.py divides packs among jobs that share work
     7. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;

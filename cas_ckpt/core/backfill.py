@@ -1,7 +1,7 @@
 """Rows of manifests for packs that an older version took into the index: read from the packs, some at a time.
 
     1. the migration of the index notes which packs have nodes without such rows (`t_pending`)
-    2. whoever asks about manifests calls `complete_index` before; where nothing is pending that is one look
+    2. questions about manifests call `complete_index` first; where nothing is pending that is one look
     3. packs are read in batches, and the rows of a batch come in one transaction with the note that they are there
 
 Invariant: interrupted anywhere, what is done stays done and the next call goes on; two processes that do it at once do

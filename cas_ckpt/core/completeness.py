@@ -108,7 +108,7 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Ge
     heads = [ref.target for ref in handle.refs.list() if ref.target is not None and _is_fenced(ref, generation)]
     kept = graph.reached(heads)
     if state.phase == GcPhase.IDLE and state.generation == generation:
-        # No pack goes before the next collection changes the state, and then the fence stops whoever relied on this.
+        # No pack goes before the next collection changes the state, and then the fence stops its writers.
         handle.kept_history = (state.record, kept)
     if target in kept:
         return

@@ -52,7 +52,7 @@ def init_repository(
 
     Args:
         encoding, pack_bytes: None: what suits a local store, or one behind a network.
-        single_writer: A store that ignores conditions will do; whoever uses it sees to it that one process at a time
+        single_writer: Accept a store that ignores conditions; the caller ensures that one process at a time
             writes. Where conditions are kept this changes nothing.
         index_url: Where its index is. One in a database is noted in the repository's settings, if it has no password.
     Raises:
@@ -100,7 +100,7 @@ def _probed(store: Store, config: Config, *, single_writer: bool) -> Config:
     """`config` with what a probe of the store's listings and conditional writes allows.
 
     Raises:
-        StorageError: it lists in no order, or it ignores conditions, and nobody said that there is a single writer.
+        StorageError: it lists in no order, or it ignores conditions, and `single_writer` was not given.
     """
     if not store.abilities.local:
         probe_listing(store)
@@ -133,7 +133,9 @@ def open_or_init(
         return init_repository(url, index_url=index_url, cache=cache)
     except ConflictError:
         try:
-            return RepositoryHandle.open(url, index_url=index_url, cache=cache)  # somebody else made it at this moment
+            return RepositoryHandle.open(
+                url, index_url=index_url, cache=cache
+            )  # another process made it at the same time
         except NoRepositoryError:
             pass  # something else is there: what init said of it is raised
         raise
@@ -143,7 +145,7 @@ def open_allowed(
     url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool | None = False,
     cache: str | os.PathLike[str] | None = AUTO,
 ) -> RepositoryHandle:  # fmt: skip
-    """The repository at `url`; whoever only reads asks its store nothing before the first question.
+    """The repository at `url`; a reader makes no request to its store before the first question.
 
     Args:
         read_only: None: only to be read where nothing may be written.
@@ -215,7 +217,7 @@ def change_default_branch(handle: RepositoryHandle, name: str) -> None:
     """Let the branch `name`, which the caller has looked at, be the default branch.
 
     Raises:
-        ConflictError: somebody changed the config at this moment.
+        ConflictError: another process changed the config at the same time.
     """
     record = config_record(handle.store)
     config = replace(decode_config(record), default_branch=name)

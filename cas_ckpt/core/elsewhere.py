@@ -1,6 +1,6 @@
 """Objects that are not here, or damaged here, brought from a remote that has them: promisors first, then tiers.
 
-    1. whoever reads asks the index, then the packs, as always (handle.py); what neither has is asked for here
+    1. a reader asks the index, then the packs, as always (handle.py); what neither has is asked for here
     2. the remotes that may have it are asked one after another, each for all that is still missing
     3. what one has is copied, verified on its way (transfer/copying.py), into new packs of this repository, which the
        index learns of: the next read finds it here
@@ -204,7 +204,7 @@ class Elsewhere:
 
     def _lend(self, other: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
         handle = self._handle
-        own = handle.index.packs().keys()  # whoever gave packs of theirs these names gets nothing of ours replaced
+        own = handle.index.packs().keys()  # packs of others with these names replace none of ours
         located = {
             digest: places for digest, places in located.items()
             if covers(places) and own.isdisjoint(place.pack for place in places)

@@ -248,7 +248,7 @@ def merge_forgotten(store: Store, *, known: Callable[[], Iterable[bytes]], autho
         return 0
     kept = set(known())
     merged = write_forgotten(store, (digest for _, ids in records for digest in ids if digest in kept), author=author)
-    if not {key for key, _ in records} <= set(_keys(store)):  # somebody remembers one of them, or merges as well
+    if not {key for key, _ in records} <= set(_keys(store)):  # another process remembers one of them, or merges as well
         for key in merged:
             store.delete(key)
         return 0

@@ -99,7 +99,7 @@ class RepositoryHandle(Uncopied):
         preview: What hints say of commits that the index does not know yet; asked before the first `sync`.
         elsewhere: Brings what is lost or damaged here from remotes.
         trust: Whose signature every commit needs that is read through this handle; None: see core/signatures.py.
-        progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index, and
+        progress: Receives the progress of implicit long work: the first question after an upgrade of the index, and
             what is brought from remotes.
     """
 
@@ -137,7 +137,7 @@ class RepositoryHandle(Uncopied):
         self._present: dict[str, int] = {}
         self._live: set[str] = set()
         self._condemned: set[str] = set()
-        # What somebody asked for last who wants to read it: if one of it is lost, all of it that is lost is brought.
+        # What the last reader asked for: if one of it is lost, all of it that is lost is brought.
         self._asked: Sequence[Digest] = ()
         self._synced_generation: Generation | None = None
         self.kept_history: tuple[bytes, Collection[bytes]] = (b"", ())
@@ -438,7 +438,7 @@ class RepositoryHandle(Uncopied):
                 # the index, which says what the store holds and may be shared with the collector.
                 self._condemned.update(state.condemned)
                 self.sync()
-                self._known = None  # also where the index agrees: somebody else may have brought it up to date
+                self._known = None  # also where the index agrees: another process may have brought it up to date
                 self.index.set_generation(state.generation.number)
                 self._synced_generation = state.generation
         return state.generation
@@ -480,7 +480,7 @@ class RepositoryHandle(Uncopied):
         self.note_written(packs, generation=generation)
 
     def note_written(self, packs: Sequence[WrittenPack], *, generation: Generation) -> None:
-        """Rely on packs that are durable now and whose rows somebody brings into this very index.
+        """Rely on packs that are durable now and whose rows another process adds to this very index.
 
         If another thread has seen a later generation meanwhile, they may be collected already: then
         they are looked for in the store like any others.
@@ -786,7 +786,7 @@ def configured_index(store: Store, *, read_only: bool = False) -> str | None:
     """The database that the repository's own settings name for its index; None: none, or they are damaged.
 
     Args:
-        read_only: Whoever asks can do without.
+        read_only: The caller can do without.
     Raises:
         PermissionDeniedError: it is at a host that these settings may not name (core/trusted_hosts.py).
     """
@@ -795,7 +795,7 @@ def configured_index(store: Store, *, read_only: bool = False) -> str | None:
     except (CorruptionError, UnsupportedVersionError) as error:
         _LOGGER.warning("the index is looked for where it usually is: %s", error)
         return None
-    if "://" not in url:  # a repository that somebody made does not say which files of this machine are opened
+    if "://" not in url:  # the repository of another user does not say which files of this machine are opened
         return None
     place = postgres.from_settings(url)
     try:

@@ -1,6 +1,6 @@
 """The writer's half of hints: data beside the nodes in the meta pack of a commit, on a store that is not local.
 
-    1. the directories of the data packs that were written for the commit: nobody has to read their tails
+    1. the directories of the data packs that were written for the commit: their tails need not be read
     2. a page of history: the commits before it, so that a log of thousands takes few reads. The page of a commit goes
        back to the last one whose depth is a multiple of `NEAR`; of such a commit, to the last one whose depth is a
        multiple of `FAR`. So a page costs a commit some kilobytes on average, however long the history is

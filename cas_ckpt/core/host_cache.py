@@ -7,7 +7,7 @@
     <place>/limit                        how many bytes all of it may take
 
 Every file but the index begins with the BLAKE3 hash of the rest; one that is damaged, torn by a crash, no plain file or
-too long is removed, and the store is asked. What is inside is verified by whoever reads it, as if it came from the
+too long is removed, and the store is asked. What is inside is verified by its reader, as if it came from the
 store: nothing here is believed for being here.
 
 Invariant: a folder belongs to one repository at one URL: it has its name by both. So two repositories that were at one

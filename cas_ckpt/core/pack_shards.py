@@ -1,7 +1,7 @@
 """`--shard I/N`: the packs that one job of N takes, where many share the work that scales with packs.
 
 Invariant: the part of a pack follows from its name alone, which is random and never changes: so the N parts hold each
-pack once, whoever asks, wherever and whenever, and are about equal.
+pack once, for every process, host and time, and are about equal.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A question about the contents of a state, which is put to the index, brings the 
 
 Invariant: commits of pages, and places that are only said, are kept apart from the index, which so never seems to know
 a pack of which it knows a part: garbage collection, fsck and writers do not ask here, and from the first `sync` of a
-handle on nobody does. Nodes are proven by their ids; what is read at a place is verified. Packs that are read, and
+handle on none does. Nodes are proven by their ids; what is read at a place is verified. Packs that are read, and
 memory, are limited: what a page claims can cost a reader no more than that.
 """
 

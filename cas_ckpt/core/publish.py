@@ -12,7 +12,7 @@
 
 A commit's parents follow from the head that the branch is found at, by the rules of HEAD (`Destination.parents`):
 the commit that a state came from is a parent of its commit, or is named in its lineage; a history begins only where
-nothing came before, or where somebody says that it does.
+nothing came before, or where the caller says that it does.
 
 Invariant: a ref never names a commit of which a byte is not durable; whatever dies at
 whatever step, the previous head stays and nothing needs repair.
@@ -153,7 +153,7 @@ class Publication:
         generation: gc generation that the chunks were deduplicated against.
         other_parents: Parents after the head of the branch (a merge).
         sign: Makes the signature of the commit's bytes, once for each attempt; None: it is not signed.
-        announce: Told the commit, right before its ref is swapped, in each attempt.
+        announce: Called with the commit, right before its ref is swapped, in each attempt.
     """
 
     commit: CommitObject
@@ -171,7 +171,7 @@ class Published:
 
     Attributes:
         packs, nodes: Everything written for it that the index does not have, and the nodes in it.
-        ref: The ref as it was swapped; None if somebody has built on the commit already.
+        ref: The ref as it was swapped; None if another commit is on top of it already.
     """
 
     commit: Node
@@ -297,7 +297,7 @@ class _Publishing:
         return replace(given, parents=parents, lineage=(*given.lineage, *behind), stats=stats)
 
     def _swap(self, ref: Ref, made: Node, hints: Hints | None, *, signed_only: bool | None) -> Published | None:
-        """w6: THE COMMIT; None: somebody moved the ref."""
+        """w6: THE COMMIT; None: another process moved the ref."""
         handle, at = self.handle, self.packs[-1].key
         if self.publication.announce is not None:
             self.publication.announce(made)
@@ -340,14 +340,14 @@ def _swapped(
     handle: RepositoryHandle, ref: Ref, target: Digest, *, generation: Generation, signed_only: bool | None,
     pack: bytes | None, move: Move | None = None, note: str | None = None, signature: TagSignature | None = None,
 ) -> Ref | None:  # fmt: skip
-    """w6: the ref as it is now, `ref` itself if somebody has built on `target` already; None: somebody moved it."""
+    """w6: the ref as it is now, `ref` itself if a commit is on top of `target` already; None: another one moved it."""
     try:
         return handle.refs.swap(
             ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only,
             pack=pack,
         )  # fmt: skip
     except ConflictError:
-        return None  # a garbage collection fenced the ref, or somebody moved it: the next look says
+        return None  # fenced by a garbage collection, or moved by another process: the next look says
     except StorageError as error:
         try:
             now = handle.refs.get(ref.kind, ref.name).target
@@ -355,7 +355,7 @@ def _swapped(
             raise error from None
         if now == ref.target or not _follows(handle, now, target):  # nor does what it was before say that it moved
             raise
-        return ref  # the swap was done, its reply was lost, and somebody has built on it already
+        return ref  # the swap was done, its reply was lost, and a commit is on top of it already
 
 
 def _let_name(
@@ -364,7 +364,7 @@ def _let_name(
 ) -> Ref | None:  # fmt: skip
     """w6 of a commit that is stored, whole: as `_swapped`.
 
-    A branch takes a commit back that was forgotten, for it goes on from there: before the swap, as nobody can build on
+    A branch takes a commit back that was forgotten, for it goes on from there: before the swap, as nothing can build on
     it by then; and after it, as `forget` looks at the refs again when it has written. One of the two sees the other.
     Tags and pins keep their commit by naming it, and do not move on.
 
@@ -444,7 +444,7 @@ def ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unles
         if unless:
             check_meaning(handle, kind, name, unless=unless)
         key = ref_key(kind, name)
-        # The store is asked once more: somebody may have begun it a moment ago.
+        # The store is asked once more: another process may have begun it a moment ago.
         if handle.refs.was_announced(key) and not exists(handle.store, key):
             raise CorruptionError(
                 f'{key} is gone, and nobody deleted it: restore the file from a copy, or run repo.repair("refs")'
@@ -475,7 +475,7 @@ def _lost_ref(handle: RepositoryHandle, kind: RefKind, name: str, target: Digest
 
 
 def was_published(handle: RepositoryHandle, branch: str, ours: Digest) -> bool:
-    """Whether the branch names the commit `ours`, or one that was built on it: for whoever lost sight of the swap."""
+    """Whether the branch names the commit `ours`, or one that was built on it: after an unknown outcome of the swap."""
     return _follows(handle, branch_target(handle, branch), ours)
 
 
@@ -627,7 +627,7 @@ def publish_copied(
         generation: That under which all that the commit needs was seen, or written (`begin_writing`).
         admit: Asked what may be done to a ref that names this commit (None: nothing): the entry for its log; None: it
             needs none. Raises if it may not be moved.
-        is_new: No ref here named it, or led to it, before: nobody can have forgotten it.
+        is_new: No ref here named it, or led to it, before: it cannot be forgotten.
         note: Message of an annotated tag; None leaves what there is.
         signature: Of the tag with that note.
     Raises:

@@ -264,7 +264,7 @@ def log_rows(
     Raises:
         NotFoundError: one of `starts` is in no pack. CorruptionError: it may be in a pack that is damaged.
     """
-    from cas_ckpt.index import history  # whoever names commits alone need not wait for it
+    from cas_ckpt.index import history  # not needed to name commits alone
 
     try:
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)

@@ -89,8 +89,8 @@ class RefStore:
     Args:
         cache: Where records of earlier looks are kept, with their versions.
         num_requests: How many requests at once are of use.
-        look: Told, before anything is answered, whether what was found proves that this is the repository which the
-            cache knows.
+        look: Called, before anything is returned, with whether what was found proves that this is the repository
+            that the cache knows.
 
     Attributes:
         packs: Target of a ref that was looked at -> the meta pack that the ref says holds it: a hint.
@@ -126,7 +126,7 @@ class RefStore:
         return self._noted(decode_ref(kind, name, key, record))
 
     def seen(self, kinds: Sequence[RefKind], name: str) -> list[Ref]:
-        """The refs of this name that have a target, of these kinds, in their order; for whoever does not swap them."""
+        """The refs of this name that have a target, of these kinds, in their order; for readers."""
         keys = [ref_key(kind, name) for kind in kinds]
         if self._lists_versions and (len(keys) > 1 or self._one_look() is not None):
             versions, read = self._versions(), dict[str, bytes]()
@@ -329,7 +329,7 @@ class RefStore:
         """Write down, beside the refs, that these exist: before they name anything, and for good."""
         for key in keys:
             if not self.was_announced(key):
-                with suppress(ConflictError):  # somebody else announced it at this moment, with the same record
+                with suppress(ConflictError):  # another process announced it at the same time, with the same record
                     self._store.put_if_absent(name_key(key), name_record(name_key(key)))
 
     def create_placeholder(self, kind: RefKind, name: str) -> Ref:
@@ -359,7 +359,7 @@ class RefStore:
             signed_only: Whether the branch takes signed commits only; None leaves that as it is.
             pack: Name of the meta pack that holds `target`, for readers who know nothing else; None: not said.
         Raises:
-            ConflictError: somebody moved it meanwhile.
+            ConflictError: it was moved meanwhile.
         """
         if ref.target is None and target is not None:
             self.announce([ref.key])
@@ -378,10 +378,10 @@ class RefStore:
         return self._replace(ref, wanted)
 
     def fence(self, ref: Ref, *, generation: Generation, log: tuple[Move, ...]) -> Ref:
-        """Give `ref` a new generation and log, and nothing else: whoever read it before cannot swap it any more.
+        """Give `ref` a new generation and log, and nothing else: a process that read it before cannot swap it any more.
 
         Raises:
-            ConflictError: somebody moved it meanwhile.
+            ConflictError: it was moved meanwhile.
         """
         return self._replace(ref, replace(ref, generation=generation, log=log))
 
@@ -468,7 +468,7 @@ def swap_record(store: Store, key: str, expected: bytes | None, record: bytes) -
     """Put `record`, which holds a nonce, in the place of `expected` (None: of nothing).
 
     Raises:
-        ConflictError: somebody changed it meanwhile.
+        ConflictError: it was changed meanwhile.
     """
     try:
         if expected is None:

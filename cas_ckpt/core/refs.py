@@ -204,7 +204,7 @@ def check_name(name: str) -> str:
 
 
 def check_new_name(name: str) -> str:
-    """`name`, if a new branch, tag or pin may have it; and whoever asks for a branch by its name may mean it.
+    """`name`, if a new branch, tag or pin may have it; and asking for a branch by this name is unambiguous.
 
     Raises:
         InvalidInputError: as for `check_name`, or it is the whole name of a ref: as such, revisions mean another one.

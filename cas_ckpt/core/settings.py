@@ -3,7 +3,7 @@
 One sealed record under `settings`, changed by compare-and-swap, so that of two people who change it at once neither
 undoes the other.
 
-Invariant: no secret is ever written here. Whoever can read the repository can read the record, and it travels with a
+Invariant: no secret is ever written here. Every reader of the repository can read the record, and it travels with a
 clone; so URLs that carry a password, a token or a signature are refused before anything is stored.
 """
 
@@ -44,7 +44,7 @@ class Remote:
     """Another repository under a short name.
 
     Attributes:
-        url: Where it is; credentials come from the environment of whoever connects.
+        url: Where it is; credentials come from the environment of the process.
         fetch: Patterns of its branches that `fetch` brings ("ft/*"); empty: all.
         push: Branches that `push` sends when none are named; empty: the one that is checked out.
         tier: A slower copy of this repository: what is not there yet is never collected here.
@@ -84,7 +84,7 @@ class Remote:
         """See that the repository of the id `found`, which is at the URL now, may be meant.
 
         Raises:
-            ConflictError: it is another one than before, and nobody set the URL since.
+            ConflictError: it is another one than before, and the URL was not set since.
         """
         if self.repository and found != self.repository and not self.moved:
             raise ConflictError(
@@ -236,7 +236,7 @@ def read_settings(store: Store) -> Settings:
 
 
 def change_settings(store: Store, change: Callable[[Settings], Settings]) -> Settings:
-    """Put what `change` makes of the settings in their place; it is called again where somebody else was faster.
+    """Put what `change` makes of the settings in their place; it is called again after a conflict.
 
     Raises:
         ConflictError: others change them all the time. Whatever `change` raises.

@@ -175,7 +175,7 @@ def resolve_prefix(
 def packs_in_parts(connection: Connection) -> set[str]:
     """Names of the packs that hold an extent which is not a whole chunk, as several ranks wrote some leaves each.
 
-    A scan of all locations: for whoever rewrites packs.
+    A scan of all locations, for repacking.
     """
     c = LOCATIONS.c
     packs = select(c.pack_id).where(c.pack_id != NOWHERE, c.leaf_bytes > 0, PARTIAL).distinct()

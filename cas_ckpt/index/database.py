@@ -231,7 +231,7 @@ def database_beside(place: str | Path) -> Database:
     family = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(ConflictError), while_closed(family):  # somebody is at it: what is there may be theirs
+        with suppress(ConflictError), while_closed(family):  # another process has it open: what is there may be its own
             for left in path.parent.iterdir():
                 if left.name.startswith(family.name + "-"):
                     left.unlink(missing_ok=True)
@@ -244,7 +244,7 @@ def database_beside(place: str | Path) -> Database:
 
 
 def unguarded_file(path: Path) -> Database:
-    """The database in the file `path`, for whoever has seen to it that nobody has it open."""
+    """The database in the file `path`; the caller ensures that no process has it open."""
     engine = sqlite.open_engine(lambda: sqlite.connect(f"file:{quote(os.fsencode(path))}?mode=rw"))
     return Database(engine, str(path), False, nullcontext(), Lock(), path=path)
 

@@ -38,7 +38,7 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import CONTAINER_KINDS
 
 _MOST_SPECS = 1000
-"""More dtypes and shapes than these are not told to the database, which then gives all rows."""
+"""Most dtypes and shapes in a query; with more, the database returns all rows."""
 
 FEW_STATES = 16
 """So many states are looked through sooner than all nodes of history that list a dtype or shape."""
@@ -298,7 +298,7 @@ class _Search:
         return self._wanted.admits(*what[1:]) and (self._holding is None or number in self._holding)
 
     def _take_composites(self, level: Mapping[Place, _Listed], trees: Mapping[int, Tree]) -> None:
-        """Containers that are one entry match or not; nobody looks for further ones in them."""
+        """Containers that are one entry match or not; they are not searched."""
         numbers = {number for number, tree in trees.items() if tree.is_entry}
         self._composites.update(read_composites(self._connection, numbers - self._composites.keys()))
         for listed in level.values() if numbers else ():

@@ -135,7 +135,7 @@ def disorder(connection: Connection) -> list[str]:
     if found != ["ok"]:
         return found
     found = []
-    for table in METADATA.sorted_tables:  # a damaged name is noticed by nobody who does not need that column
+    for table in METADATA.sorted_tables:  # a damaged name goes unnoticed unless that column is read
         there = {row[1] for row in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
         found += [f"{table.name} has no {column.name}" for column in table.columns if column.name not in there]
     if views_version(connection) == VIEWS_VERSION:

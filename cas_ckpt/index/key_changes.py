@@ -154,7 +154,7 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
             raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
         _check_matching(total + ahead.num_below(places), len(starts))
         trees = read_trees(connection, {number for _, number in places})
-        # A container that is one entry would have been taken as a whole; nobody looks for others in it.
+        # A container that is one entry would have been taken as a whole; it is not searched.
         level = {place: _Listed() for place in places if trees[place[1]].is_entry}
         for place, rows in open_places(connection, places - level.keys(), trees, matcher):
             total += len(rows)

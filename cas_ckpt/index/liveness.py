@@ -1,10 +1,10 @@
 """Which objects are live or dead, and in which packs: for garbage collection and its previews.
 
-    1. packs that nobody examined are examined, in short writing transactions (index/candidates.py)
+    1. packs that were not examined yet are examined, in short writing transactions (index/candidates.py)
     2. in one reading transaction, what is known to live is guarded: commits, roots and layouts
     3. candidates are what may have died first: other commits, their roots, and what nothing refers to
     4. a candidate dies unless it is guarded or something outside the dead refers to it; what the newly dead refer to
-       are the next candidates; again until nobody dies
+       are the next candidates; again until none dies
     5. questions are answered from the dead, in that transaction: pack by pack (`living`), or how much more would be
        dead if some commits were gone (`freed`, `unique`)
 

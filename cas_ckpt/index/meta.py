@@ -109,7 +109,7 @@ def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
 
 
 def read_records(connection: Connection) -> dict[str, bytes]:
-    """Name -> hash of the record of the ref that `write_states` was last told of."""
+    """Name -> hash of the record of the ref in the last call of `write_states`."""
     return dict(map(tuple, connection.execute(select(REF_RECORDS.c.name, REF_RECORDS.c.record))))
 
 
@@ -129,7 +129,7 @@ _MOST_US = (1 << 63) - 1
 
 
 def read_forgotten(connection: Connection) -> set[bytes]:
-    """The ids of forgotten commits that `write_forgotten` was last told of."""
+    """The ids of forgotten commits in the last call of `write_forgotten`."""
     return set(connection.execute(select(FORGOTTEN.c.digest)).scalars())
 
 

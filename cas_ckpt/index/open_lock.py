@@ -24,10 +24,10 @@ class OpenLock(Uncopied):
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._fd: int | None = None
         try:
-            with suppress(OSError):  # a medium that cannot be written: nobody removes
+            with suppress(OSError):  # a medium that cannot be written: nothing is removed
                 self._fd = _open_lock_file(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
-        except BaseException:  # a signal: nobody gets this object, and a traceback would keep the lock
+        except BaseException:  # a signal: this object is lost, and a traceback would keep the lock
             self.close()
             raise
 

@@ -79,7 +79,7 @@ def write_plan(
 ) -> None:
     """Keep a plan in the place of what was kept for the same state and target.
 
-    One that a checkout kept is replaced by one with the same wants that somebody asked for.
+    One that a checkout kept is replaced by one with the same wants that was requested.
 
     Args:
         ranks: For each rank, in order, the values of `RANK_COLUMNS`.

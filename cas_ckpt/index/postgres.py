@@ -1,4 +1,4 @@
-"""The index in PostgreSQL: a schema of its own for each repository, and a lock that nobody holds for ever.
+"""The index in PostgreSQL: a schema of its own for each repository, and a lock that is never held for ever.
 
     cas_ckpt_<store id>     the tables of one repository; nothing outside of this schema is ever touched
     pg_temp                 an index that is being made anew; the server removes it with the session

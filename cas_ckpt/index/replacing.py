@@ -2,9 +2,9 @@
 
     1. it is made beside: a file next to the other, temporary tables of PostgreSQL, or memory
     2. in one transaction of both it catches up with the store, and its rows replace the other's
-    3. a file that is damaged cannot be written any more: it is replaced as a whole, while nobody has it open
+    3. a file that is damaged cannot be written any more: it is replaced as a whole, while no process has it open
 
-Invariant: whoever reads sees the rows of before or those of after, whatever dies on the way, and every pack that is
+Invariant: readers see the rows of before or those of after, whatever dies on the way, and every pack that is
 in the store at step 2 is known afterwards. What packs do not hold (`schema.REMEMBERED`) stays. Must not know the store.
 """
 
@@ -69,7 +69,7 @@ def replace_rows(index: Index, made: Index, catch_up: CatchUp) -> None:
     """Put the rows of `made` in the place of those of `index`, which any number of processes may be using.
 
     Args:
-        catch_up: Asked once, while nobody else can write: it should be quick.
+        catch_up: Called once, while no other process can write: it should be quick.
     Raises:
         CorruptionError: `index` is damaged, and stays as it is.
         PermissionDeniedError, OutOfSpaceError: it cannot be written.

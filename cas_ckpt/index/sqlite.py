@@ -182,7 +182,7 @@ def reader(path: Path) -> Callable[[], sqlite3.Connection]:
         try:
             if may_write(path):
                 return _probed(uri)
-            if all(file.exists() for file in beside):  # somebody has it open
+            if all(file.exists() for file in beside):  # another process has it open
                 return _probed(uri + "&readonly_shm=1")
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):

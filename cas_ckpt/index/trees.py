@@ -313,7 +313,7 @@ def _read_rows(
     for node, rows in groupby(rows_by_key(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
         found[node] = list(rows)
     if conditions:
-        # Whoever finds the one name that was asked for need not know whether all others are there.
+        # If the one name that was asked for is found, the others need not be there.
         missing = [node for node, tree in trees.items() if not (tree.has_last or (names.is_one and found[node]))]
     else:
         missing = [node for node, tree in trees.items() if len(found[node]) != tree.num_entries]

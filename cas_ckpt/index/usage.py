@@ -126,7 +126,7 @@ def _shared_or_same(one: int, other: int) -> int:
 
 
 def by_holders(connection: Connection, holders: Mapping[bytes, int]) -> dict[int, Usage]:
-    """Set of holders -> what they all lead to and nobody else does; sets of whom nothing is are left out.
+    """Set of holders -> totals of what they all lead to and no other does; empty sets are left out.
 
     Args:
         holders: Root -> who keeps it: a set of small numbers, as the bits of one number.

@@ -49,7 +49,7 @@ def assign(demands: Sequence[Demand], size: int) -> list[tuple[Share, ...]]:
     """For every demand who of its ranks does how many pieces, by rank; the counts sum to `count`.
 
     Demands with the fewest candidates come first, large ones before small; each fills up the least
-    loaded of its candidates. If that leaves somebody with clearly more than the mean, every demand
+    loaded of its candidates. If that leaves a rank with clearly more than the mean, every demand
     is taken back once more and poured anew, a few times over.
 
     Args:

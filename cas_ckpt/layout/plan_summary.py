@@ -59,7 +59,7 @@ class PlanSummary:
         sent_bytes, received_bytes: What goes from rank to rank, not counting what a rank keeps.
         metadata_bytes: What each rank needs to know besides its chunks' ids (`rank_view`).
         num_straddled: Chunks of which a rank wants a part only.
-        extents_per_chunk: Mean over the chunks, or None when nobody looked; a chunk of one extent is one request.
+        extents_per_chunk: Mean over the chunks, or None if not looked up; a chunk of one extent is one request.
         storage_bandwidth, network_bandwidth: Bytes per second and rank that the estimates assume.
     """
 

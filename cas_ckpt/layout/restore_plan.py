@@ -2,7 +2,7 @@
 
 1. requests that no plan can fill are refused, by key and region, before anything is read
 2. equal tensors become one template; its cells are intersected with its shards
-3. the chunks of all templates are shared out among those who want them, then whoever has clearly more
+3. the chunks of all templates are shared out among those who want them, then ranks with clearly more
    than the mean is relieved (layout/balance.py)
 4. `ReadPlan.reads` and `receives`: what one rank does, made when it is asked for
 
@@ -39,7 +39,7 @@ class Template:
         shards: Who wants what of each.
         members: Numbers of the tensors, ascending.
         touches: By cell, what the shards have of it (layout/grid.py).
-        shares: By cell, (rank, how many of the members' chunks it reads); empty where nobody wants it.
+        shares: By cell, (rank, how many of the members' chunks it reads); empty where no rank wants it.
     """
 
     grid: Grid

@@ -168,7 +168,7 @@ def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -
         force: Also if it alone leads to commits: these are not pushed any more, and stay until its log expires.
     Raises:
         NotFoundError: no such branch. InvalidInputError: it is the default branch.
-        ConflictError: somebody committed to it at this moment; or commits of it are not at a tier yet, or in no other
+        ConflictError: a commit landed on it at the same time; or commits of it are not at a tier yet, or in no other
             branch, tag, pin or branch of a remote.
     """
     if _is_default(handle, name):
@@ -211,7 +211,7 @@ def set_default_branch(handle: RepositoryHandle, name: str) -> Digest:
     """Let a branch that is there be the default branch; the commit that it names.
 
     Raises:
-        NotFoundError: no such branch. ConflictError: somebody changed the config at this moment.
+        NotFoundError: no such branch. ConflictError: the config was changed at the same time.
     """
     handle.require_writable()
     target = branch_target(handle, check_new_name(name))
@@ -306,7 +306,7 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
 
     Raises:
         NotFoundError: no such ref. InvalidInputError: the default branch, or no possible name.
-        ConflictError: the new name is taken, or somebody moved the old one at this moment.
+        ConflictError: the new name is taken, or the old one was moved at the same time.
     """
     handle.require_writable()
     if kind is RefKind.BRANCH and _is_default(handle, old):

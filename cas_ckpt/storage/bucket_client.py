@@ -9,7 +9,7 @@ upload that is slow but makes progress is given up.
     3. of the body at least `LEAST_BYTES` come in each such time, or its end
     4. of a request each `LEAST_BYTES` go within the timeout of the connection
 
-Only the time that is spent waiting for the server counts: whoever reads may take breaks.
+Only the time that is spent waiting for the server counts: the reader may pause.
 Must not know: vendors, what is answered.
 """
 
@@ -49,7 +49,7 @@ class _TimedStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._left_s is None:  # whoever made the connection waits for ever
+        if self._left_s is None:  # the connection was made without a timeout
             return int(self._stream.readinto(buffer))
         if self._left_s <= 0:
             raise TimeoutError(f"{self._num_bytes} bytes came in {self._timeout_s} s: too slow to go on")

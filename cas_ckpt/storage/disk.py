@@ -12,7 +12,7 @@ temporary that shares the value's bytes: both harmless.
 
 Turns (`in_turn`): writers on one machine that would only collide wait for one another, for a while. Optimistic
 writers of one ref spoil one another's work: of eight that upload and then swap, one wins and seven upload again.
-Whoever waits goes on to wait as long as the turn changes hands: to go ahead without it on a busy machine would make
+A waiter keeps waiting as long as the turn changes hands: to go ahead without it on a busy machine would make
 it busier. If one process has it for `STUCK_S`, the others go ahead, so a process that is stopped while it has the turn
 delays others, and never holds them up. A filesystem without locks gives every turn at once.
 
@@ -471,7 +471,7 @@ def _take(fd: int) -> bool:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            pass  # somebody has it
+            pass  # another process has it
         now = os.pread(fd, _HOLDER_BYTES, 0)
         if now != holder:
             holder, end_s = now, clock.monotonic_s() + STUCK_S
@@ -535,7 +535,7 @@ def may_be_cached(fd: int, offset: int, length: int) -> bool:
         return True
     pages = _Pages()
     if system.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, length)), ctypes.byref(pages), 0) != 0:
-        return True  # an older kernel, or a file of somebody else
+        return True  # an older kernel, or a file of another user
     wanted: int = (offset + length - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     cached: int = pages.cached
     return cached >= wanted

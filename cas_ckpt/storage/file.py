@@ -15,7 +15,7 @@ has none.
 
 Invariant: under a key's name there is a whole, synced value or nothing. Small and mutable values are read by `get`,
 from a file opened afresh; ranges come from files kept open. Folders may be symbolic links, values may not: a link
-planted under a key leads nobody to a file outside. After a writer failed, nothing but `abort` is possible.
+planted under a key never leads to a file outside. After a writer failed, nothing but `abort` is possible.
 Must not know: what is stored, threads (it is called by many and starts none).
 """
 
@@ -365,7 +365,7 @@ class FileStore(Uncopied):
         check_range(key, offset, length)
         if not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError, NotFoundError):  # a hint: whoever reads it is told
+        with suppress(OSError, NotFoundError):  # a hint: the read itself reports the error
             descriptor, _ = self._descriptors.get(key)
             os.posix_fadvise(descriptor.fd, offset, length, os.POSIX_FADV_WILLNEED)
 

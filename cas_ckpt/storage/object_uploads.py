@@ -65,7 +65,7 @@ def _look(bucket: Bucket, name: str, error: CkptError) -> Head:
     """The object that is there after `error`; without a version if there is none.
 
     Raises:
-        TransientStorageError: nobody can tell.
+        TransientStorageError: it cannot be decided.
     """
     try:
         return bucket.head(name)
@@ -171,6 +171,6 @@ def sweep_uploads(bucket: Bucket, prefix: str, min_age_s: float, *, dry_run: boo
             size = bucket.upload_bytes(upload.name, upload.id)
             if not dry_run:
                 bucket.abort(upload.name, upload.id)
-        except (UploadGone, PermissionDeniedError):  # completed meanwhile, or somebody else's to remove
+        except (UploadGone, PermissionDeniedError):  # completed meanwhile, or not ours to remove
             continue
         yield size

@@ -255,7 +255,7 @@ class LeavesTemporaries(Protocol):
         Args:
             dry_run: Only count them.
         Returns:
-            What was removed (or would be), without those that somebody else has the right to remove.
+            What was removed (or would be), without those that this process has no right to remove.
         """
         ...
 

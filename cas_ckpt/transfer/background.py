@@ -1,7 +1,7 @@
 """One thread that does a piece of work again whenever it is woken; no error of it is lost.
 
 Invariant: work that was asked for is begun after it was asked for, once for all who asked meanwhile; what it raised is
-kept until somebody takes it. The thread is a daemon: a process that ends without `close` does not wait for it.
+kept until it is taken. The thread is a daemon: a process that ends without `close` does not wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Background:
     """Does `work` in a thread of its own, which lives while there is something to do.
 
     Args:
-        failed: Told of every error at once, in that thread.
+        failed: Called with every error at once, in that thread.
     """
 
     def __init__(self, work: Callable[[], object], *, failed: Callable[[Exception], object]) -> None:
@@ -55,7 +55,7 @@ class Background:
             except Exception as error:  # noqa: BLE001 - told, and kept
                 self._failed(error)
                 return error
-        except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+        except BaseException as error:  # noqa: BLE001 - kept for the waiter
             return error
         return None
 

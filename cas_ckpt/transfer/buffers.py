@@ -37,7 +37,7 @@ class Buffers:
         return np.empty(BATCH_BYTES, np.uint8)
 
     def give(self, buffer: Array) -> None:
-        """Take `buffer` back; nobody may look at it any more."""
+        """Take `buffer` back; it must not be used any more."""
         if len(buffer) == BATCH_BYTES:
             self._free.append(buffer)
 

@@ -1,4 +1,4 @@
-"""Messages between two processes of one program, over a pair of sockets that nobody else has.
+"""Messages between two processes of one program, over a pair of sockets that no other process has.
 
 A message is a plain value (None, numbers, texts, bytes, lists, mappings) in msgpack behind its length; open files may
 go with it. Messages come whole and in the order in which they were sent.
@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 
 LOOK_S = 1.0
-"""How often whoever waits is asked whether it goes on waiting."""
+"""Interval at which a waiter is asked whether to continue."""
 
 _HEADER = struct.Struct("<QB")
 """Bytes of the message, and the number of files with it."""
@@ -66,7 +66,7 @@ class Connection:
         Args:
             waiting: Called every second in which the other side takes nothing; it may raise.
         Raises:
-            Ended: nobody is there to take it.
+            Ended: the other end is closed.
         """
         data = msgpack.packb(message, unicode_errors="surrogatepass")
         rest = memoryview(_HEADER.pack(len(data), len(files)) + data)
@@ -131,7 +131,7 @@ class Connection:
         return bool(poll.poll(int(timeout_s * 1000)))
 
     def close(self) -> None:
-        """Close this end; whoever waits at the other one finds out. Idempotent."""
+        """Close this end; a waiter at the other end gets `Ended`. Idempotent."""
         self._socket.close()
         for descriptor in self._files:
             os.close(descriptor)

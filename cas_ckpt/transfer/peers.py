@@ -140,7 +140,7 @@ class SoloPeers:
 
 
 SOLO: Peers = SoloPeers()
-"""The world of one, for whoever asks for no other."""
+"""The world of one, the default."""
 
 
 # --- common work: ranks make the same call, and end it together --------------------------------

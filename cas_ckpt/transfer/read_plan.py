@@ -1,6 +1,6 @@
 """Plans what is read of packs over a network: few requests, each of bytes that are wanted.
 
-    1. whoever wants something says in which spans of which packs it is (`Wanted`)
+    1. a caller says in which spans of which packs it is (`Wanted`)
     2. `plan_units` joins spans that are near one another: a unit is what one thread reads, and what it then has
 
 Invariant: pure; every wanted byte is in one unit, and no byte in two, as long as nobody wants the same byte twice.

@@ -99,7 +99,7 @@ class Claims:
         return [at for at, digest in enumerate(ids) if digest in self._missing and digest not in self._claimed]
 
     def claim_all(self, digests: Sequence[Digest]) -> list[bool]:
-        """True for those that the caller must write: not stored, and claimed by nobody before; of equals the first."""
+        """True for those that the caller must write: not stored, and not claimed before; of equals the first."""
         if self._all_stored(digests):
             return [False] * len(digests)
         claimed = []
@@ -139,7 +139,7 @@ def save_tensors(
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
         buffers: For copies.
-        on_saved: Told of every work once, by some thread, when none of its cells is read any more.
+        on_saved: Called with every work once, by some thread, when none of its cells is read any more.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
@@ -270,7 +270,7 @@ class _BatchSaver:
     def _copy_and_write(self, run: list[_Cell]) -> int:
         """Copy cells that fit one buffer, hash the copies, and write those that nobody has; how many those are.
 
-        What nobody changes any more needs no copy, nor to be hashed again.
+        What does not change any more needs no copy, nor to be hashed again.
         """
         room = 0
         for cell in run:

@@ -241,7 +241,7 @@ def verify_units(
     """Read and hash every entry of `units`.
 
     Args:
-        units: Taken one by one as threads become free, so that whoever makes them may stop.
+        units: Taken one by one as threads become free, so that their producer may stop.
         done: Called, from any thread, with what was damaged in each unit (nothing, mostly).
         num_threads: That hash at one time; how many requests run at one time, a store that is not local says.
     Raises:

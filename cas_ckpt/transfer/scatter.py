@@ -2,7 +2,7 @@
 
     1. every rank verifies the chunks that it reads
     2. all agree that all is verified                    (until here no target is touched, on any rank)
-    3. what is sent to nobody goes straight into the own targets; ranks that read through the same page cache
+    3. what is not sent goes straight into the own targets; ranks that read through the same page cache
        (neighbours) are sent pointers to large parts, and copy them from there: one copy instead of four (into
        the socket, out of it, and at both ends). What left the cache meanwhile is read and verified again
     4. the rest in rounds: the reader copies into its own targets and into messages, the messages are

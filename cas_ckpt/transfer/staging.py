@@ -3,7 +3,7 @@
     1. `StagingPool.take` gives an arena with room for so many bytes: a warm one, grown if need be, or a new one.
     2. `Arena.room` hands out arrays in it, one for each piece of a tensor, in C order.
     3. `copy_all` copies into them by several threads; NumPy releases the interpreter's lock while it copies.
-    4. `StagingPool.give` takes the arena back, once nobody looks at those arrays any more.
+    4. `StagingPool.give` takes the arena back, once those arrays are not used any more.
 
 Invariant: an arena belongs to one taker until it is given back, so nothing is copied over bytes that a commit still
 reads. What all takers of a pool hold together never exceeds the largest budget that one of them named.
@@ -109,7 +109,7 @@ class Arena(Uncopied):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Address and bytes of the mapping, for whoever makes it known to a device."""
+        """Address and bytes of the mapping, for registering it with a device."""
         return (0 if self._memory is None else self._memory.ctypes.data), len(self._map)
 
     def room(self, num_bytes: int) -> tuple[int, Array]:
@@ -172,8 +172,8 @@ class StagingPool:
     Args:
         shared: Other processes can map the arenas.
         kept_by_children: Forked processes may read what is in the arenas.
-        prepare: Told of every mapping before it is used, also of one that was grown.
-        dismiss: Told of it before it is unmapped or grown.
+        prepare: Called with every mapping before it is used, also of one that was grown.
+        dismiss: Called with it before it is unmapped or grown.
     """
 
     def __init__(
@@ -189,13 +189,13 @@ class StagingPool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all mappings, those that nobody uses at the moment too."""
+        """Bytes of all mappings, unused ones too."""
         with self._lock:
             return sum(each.num_bytes for each in (*self._free, *self._taken))
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the largest mapping that nobody uses at the moment."""
+        """Bytes of the largest unused mapping."""
         with self._lock:
             return max((each.num_bytes for each in self._free), default=0)
 
@@ -242,7 +242,7 @@ class StagingPool:
         arena.close()
 
     def give(self, arena: Arena) -> None:
-        """Take `arena` back; nobody may look at what it handed out any more."""
+        """Take `arena` back; what it handed out must not be used any more."""
         with self._lock:
             self._taken.remove(arena)
             if self._closed:

@@ -34,7 +34,7 @@ def thread_count(*, most: int | None = None) -> int:
     """The threads that `cas_ckpt.limits` allows; where it says nothing `default_threads`, or fewer.
 
     Args:
-        most: So many are of use here, if nobody asked for more; one is always.
+        most: So many are of use here, unless more are requested; one is always.
     """
     number = current_limits().num_threads
     if number:
@@ -80,7 +80,7 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
     """Every item goes through one of `num_threads` workers, each made in its own thread.
 
     No more threads are started than there are items: a single item is worked on by the caller. Items are taken one by
-    one, by whichever thread is free, and none any more once somebody failed.
+    one, by whichever thread is free, and none any more once one failed.
 
     Raises:
         Whatever a worker raised first (KeyboardInterrupt and simulated crashes too).

@@ -7,7 +7,7 @@
 3. verify every byte                                    (no target is touched before this is done)
 4. copy every byte into place                           (3, 4: transfer/fetch.py)
 
-`fetch_on_ranks`, collective: every chunk is read by one rank, whoever wants it.
+`fetch_on_ranks`, collective: every chunk is read by one rank.
 
 1. restore requests: each rank describes its copies (key, spec, id, placement); a description travels once
    for all ranks that have it; every rank merges them, and so finds the same list
@@ -75,7 +75,7 @@ def fetch_tensors(
 
     Args:
         on_verified: Called before the first target is touched: when everything is verified, unless in one pass.
-        unseen: Nobody knows the targets yet: they may be touched before, and are undefined when this raises.
+        unseen: The targets are new memory: they may be touched before, and are undefined when this raises.
         atomic: False: all is verified, but in one pass; some targets may be overwritten when damage is found.
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched, unless it has keys as `overwritten`.

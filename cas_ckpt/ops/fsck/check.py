@@ -200,7 +200,7 @@ def _note_leftovers(store: Store, findings: Findings) -> None:
 def _add_orphans_problem(store: Store, structure: Structure, records: Records, findings: Findings) -> None:
     """Report commits that were published and that nothing leads to: collections keep them until a person decides.
 
-    Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
+    Another process may have committed since the refs were read, so findings are checked again with the current refs.
     """
     graph: Graph = CommitGraph(structure.index.read(history.read_links))
     orphans = partial(graph.orphans, packs_lost=records.packs_lost)

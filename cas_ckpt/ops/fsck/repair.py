@@ -233,7 +233,7 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
     """Make gc state anew if it is damaged, lost or older than a ref or the index: see above when that is safe.
 
     Raises:
-        ConflictError: somebody else wrote it meanwhile.
+        ConflictError: it was written meanwhile.
     """
     try:
         seen = 0 if index is None else index.generation
@@ -294,7 +294,7 @@ def _repair_records(store: Store, sources: Sequence[RepositoryHandle], moved: Co
             try:
                 _replace_damaged(store, key, record, intact)
             except ConflictError:
-                continue  # repaired by somebody else
+                continue  # repaired by another process
         log.did(RepairKind.RECORDS, key, "as in another copy")
 
 
@@ -323,7 +323,7 @@ def _replace_damaged(store: Store, key: str, damaged: bytes | None, record: byte
     """Put `record` where `damaged` (None: nothing) still is.
 
     Raises:
-        ConflictError: somebody else wrote there meanwhile.
+        ConflictError: another process wrote there meanwhile.
     """
     if damaged is None:
         store.put_if_absent(key, record)

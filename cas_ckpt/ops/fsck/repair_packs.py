@@ -230,7 +230,7 @@ def end_collection(store: Store, state: GcState) -> GcState:
     A collector that is alive cannot go on from "condemned" after that, for the record that it expects is gone.
 
     Raises:
-        ConflictError: somebody else goes on with it. StorageError: a pack cannot be deleted.
+        ConflictError: another process continues it. StorageError: a pack cannot be deleted.
     """
     if state.phase == GcPhase.CONDEMNED:
         state = _swap(store, state, state.generation, GcPhase.DELETING, ())

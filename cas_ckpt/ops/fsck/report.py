@@ -32,7 +32,7 @@ class ProblemKind(StrEnum):
 class Effect(StrEnum):
     """Consequence of a problem.
 
-    HARMLESS: nothing is lost: there is another copy, or it can be derived, or nobody needs it.
+    HARMLESS: nothing is lost: there is another copy, or it can be derived, or is not needed.
     AT_RISK: every byte can still be read, but only as long as the index lasts, or only by hand.
     LOST: something that is needed has no intact copy in this repository.
     """
@@ -92,7 +92,7 @@ class Problem(Brief):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that is not damage, but that somebody may want to know."""
+    """A remark that is not damage."""
 
     where: str
     what: str

@@ -12,8 +12,8 @@
 
 Invariant: a pack is deleted only if it was listed before the refs were read, was condemned before
 every ref was fenced, and no head that the fence saw needs it. Any error on the way ends the
-collection with nothing deleted that was not decided; whoever collects next takes over where it
-stopped. Needs no clock for safety, waits for nobody, and nobody waits for it.
+collection with nothing deleted that was not decided; the next collection takes over where it
+stopped. Its safety needs no clock; it waits for no process, and none waits for it.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ class Collection:
         return self.swap(state, generation=state.generation.next(), phase=GcPhase.CONDEMNED, condemned=packs)
 
     def swap(self, state: GcState, *, generation: Generation, phase: GcPhase, condemned: Sequence[str]) -> GcState:
-        """Change gc/state, if nobody else did."""
+        """Change gc/state, unless another process did."""
         try:
             self._seen = swap_gc_state(
                 self.handle.store, state, generation=generation, phase=phase, condemned=condemned
@@ -382,7 +382,7 @@ class Collection:
         )  # fmt: skip
 
     def fence_ref(self, ref: Ref, state: GcState) -> Ref:
-        """Swap one ref to the generation of `state`; again until nobody was faster.
+        """Swap one ref to the generation of `state`; again after each conflict.
 
         Out of its log go the entries that g2 found expired, and no others: an entry that was made since keeps what
         it names, whatever the clock of its writer says.

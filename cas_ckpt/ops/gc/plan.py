@@ -39,7 +39,7 @@ class GcOptions:
 
     Attributes:
         min_age_s: Packs that no published commit ever used are spared while the index has known
-            them for less than this: somebody may be about to publish what needs them. 0: none are.
+            them for less than this: a commit that needs them may be about to be published. 0: none are.
         reflog_expire_s: Old targets in the logs of refs keep their commits for so long.
         max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
         max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
@@ -81,7 +81,7 @@ class GcPlan:
         merged: Those of them that are only small.
         young: Packs that hold waste and are spared this time.
         wasted_bytes: Waste that stays, in packs that are kept.
-        unmerged: Small packs of which there are many, and which stay as nobody said whether to merge them.
+        unmerged: Small packs of which there are many, and which stay as `merge` was not given.
     """
 
     dead: tuple[PackChoice, ...]
@@ -227,9 +227,9 @@ class GcReport(Brief):
         copied_packs, copied_bytes: How many of those held something needed, and what was written for it.
         merged_packs, merged_bytes: Of those that held something needed, the packs that were only small, and merged.
         rewritten_packs, rewritten_bytes: The others, which held waste.
-        unmerged_packs, unmerged_bytes: Small packs that stay, in a bucket, as nobody said whether to merge them.
+        unmerged_packs, unmerged_bytes: Small packs that stay, in a bucket, as `merge` was not given.
         rescued_packs: Condemned packs that were needed after all.
-        young_packs: Packs that were spared because somebody may be about to publish what needs them.
+        young_packs: Packs that were spared because a commit that needs them may be about to be published.
         wasted_bytes: Bytes that nothing needs and that stay for now.
         damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck says more.
         temporaries, temporary_bytes: Unfinished files that writers left when they died, and that were removed.

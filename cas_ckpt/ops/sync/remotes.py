@@ -220,7 +220,7 @@ def recognise(handle: RepositoryHandle, other: RepositoryHandle, remote: Remote,
     there. A bundle is a file, and a new one each time.
 
     Raises:
-        ConflictError: it is another one, and nobody set the URL since.
+        ConflictError: it is another one, and the URL was not set since.
     """
     found = other.config.store_id
     if isinstance(other.store, BundleStore):

@@ -10,7 +10,7 @@
     s5  swap the refs, by the writer's protocol (core/publish.py): w2 to w6. If a collection began meanwhile: from s1
     s6  refs that are to be deleted, last; the record of s3 goes
 
-Whoever dies on the way leaves packs that no ref needs yet. The next one finds them by the index, and copies the rest;
+A process that dies leaves packs that no ref needs yet. The next one finds them by the index, and copies the rest;
 a collection removes them once they are older than --min-age.
 
 Invariant: a ref names a commit only once all that it needs is durable there, seen or written under the generation that

@@ -1,8 +1,8 @@
-"""tier: what is committed to a fast store goes to a slower one behind the back of whoever commits.
+"""tier: what is committed to a fast store is pushed to a slower one in the background.
 
     1. a remote is marked as a tier: commits of branches that are not there yet cannot be forgotten here
        (ops/retention/forget.py), so no collection takes their data
-    2. after a commit, or when somebody asks, every branch of which the tier lacks something is pushed, each by itself,
+    2. after a commit, or on request, every branch of which the tier lacks something is pushed, each by itself,
        so that one that cannot go on holds up no other
     3. a process that died in between is caught up with by the next one, which pushes whatever the tier lacks
 
