@@ -137,7 +137,7 @@ def is_private(name: str) -> bool:
 
 
 TORCHS_OWN = frozenset(name.rpartition(".")[2] for name in {*NAMES, *ATTRIBUTES}) | {*OVERRIDDEN}
-NOT_OF_TORCH = ("sys.", "np.", "os.", "numpy.", "ctypes.")
+NOT_OF_TORCH = ("sys.", "pickle.", "np.", "os.", "numpy.", "ctypes.")
 
 
 def private_names_of_torch(tree: ast.AST) -> list[str]:
@@ -214,7 +214,7 @@ RULES = (
          ("cli", "__main__.py", "progress.py")),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
          ("objects/values_encode.py", "objects/values.py", "dcp/folder/export.py",
-          "training/torch_arrays.py", "training/torch_file.py")),  # for the name of its error alone
+          "training/pickles.py")),  # what its unpickler may call is on a list
     Rule("torch's private names have one home", private_names_of_torch, "import torch\ntorch._neg_view(tensor)",
          ("training/torch_internals.py", "storage", "transfer")),  # the rooms below know no torch
     Rule("torch.load never runs a pickle's code", lambda tree: unsafe_loads(tree), "torch.load(path)"),

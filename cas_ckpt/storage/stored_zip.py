@@ -1,4 +1,4 @@
-"""Zips in which nothing is compressed, as torch.save and bundles are: where the bytes of each member are in the file.
+"""Zips in which nothing is compressed, as torch.save and bundles are: where the bytes of each member are.
 
 Invariant: members lie inside of the file and share no byte, so that what is read is never more than the file has.
 Must not know what the members are.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
+
+from cas_ckpt.arguments import Buffer
 
 MAGIC = b"PK\x03\x04"
 """The first bytes of a zip with members."""
@@ -23,36 +26,60 @@ _HEADER = struct.Struct("<4s22xHH")
 
 _ENCRYPTED = 1
 
+Read = Callable[[int, int], Buffer]
+"""From an offset and a length to bytes that are there."""
 
-class _Limited(io.BufferedReader):
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > MAX_DIRECTORY_BYTES:
+
+class Member(NamedTuple):
+    """Where the bytes of a member begin, how many they are, and their CRC-32."""
+
+    start: int
+    size: int
+    crc: int
+
+
+class _File:
+    """What zipfile asks of a file."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read, self._size, self._at = read, size, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        if self._at < 0:
+            raise io.UnsupportedOperation("a place before the first byte")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        size = left if size < 0 else min(size, left)
+        if size > MAX_DIRECTORY_BYTES:
             raise ValueError(f"a directory of {size} bytes")
-        return super().read(size)
+        self._at += size
+        return bytes(self._read(self._at - size, size))
 
 
-def stored_members(raw: Any) -> dict[str, tuple[int, int]]:
-    """Name of each member of the zip -> where its bytes begin, and how many they are.
+def stored_members(read: Read, num_bytes: int) -> dict[str, Member]:
+    """The members of a zip of `num_bytes`, by name.
 
-    Args:
-        raw: A file that can seek and read into a buffer; it stays open.
     Raises:
         ValueError: no zip, or one with compressed, encrypted or overlapping members, or two of one name.
     """
-    file = _Limited(raw)
+    file: Any = _File(read, num_bytes)
     try:
         with ZipFile(file) as archive:
-            return _places(file, archive)
-    except OSError:
-        raise
+            return _members(file, archive)
     except Exception as error:  # a stranger's bytes can make zipfile raise anything
-        raise error if type(error) is ValueError else ValueError(f"no readable zip: {error}") from error
-    finally:
-        file.detach()
+        if type(error) is ValueError or (isinstance(error, OSError) and error.errno):
+            raise
+        raise ValueError(f"no readable zip: {error}") from error
 
 
-def _places(file: _Limited, archive: ZipFile) -> dict[str, tuple[int, int]]:
-    places: dict[str, tuple[int, int]] = {}
+def _members(file: _File, archive: ZipFile) -> dict[str, Member]:
+    members: dict[str, Member] = {}
     end = 0
     for info in sorted(archive.infolist(), key=attrgetter("header_offset")):
         shown = repr(info.filename[:80])
@@ -63,10 +90,10 @@ def _places(file: _Limited, archive: ZipFile) -> dict[str, tuple[int, int]]:
         file.seek(info.header_offset)
         magic, name_bytes, extra_bytes = _HEADER.unpack(file.read(_HEADER.size))
         start = info.header_offset + _HEADER.size + name_bytes + extra_bytes
-        if magic != MAGIC or info.header_offset < end or info.filename in places:
+        if magic != MAGIC or info.header_offset < end or info.filename in members:
             raise ValueError(f"{shown} claims bytes of another member, or its name")
         end = start + info.file_size
         if end > archive.start_dir:
             raise ValueError(f"{shown} claims {info.file_size} bytes, more than the file has")
-        places[info.filename] = start, info.file_size
-    return places
+        members[info.filename] = Member(start, info.file_size, info.CRC)
+    return members

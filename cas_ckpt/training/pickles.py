@@ -1,371 +1,347 @@
-"""Pickles read as data: nothing in them is imported, called or built.
+"""Pickles of strangers: what they may call is on a list, and what they ask for is bounded.
 
-What a pickle would import becomes a `Named`, what it would call or construct a `Made`, so that
-the reader of a known format finds its fields and a stranger's code finds nobody to run it.
+    read_pickle         as data: what a pickle names becomes a `Made`, and nothing of it is imported
+    read_torch_pickle   as torch.save wrote it: tensors over storages that the caller has, NumPy's arrays of numbers
 
-Invariant: the only objects that come out are None, bool, int, float, str, bytes, tuple, list,
-dict, OrderedDict, `Named` and `Made`; every name among them was allowed. Must not know what they mean.
+Python's own unpickler reads them, the one in Python: that in C takes memory for every length and place that a few
+bytes claim, and follows a key that nests until the process dies.
+
+Invariant: nothing is imported or called but what is on the list here. Must not know files, states or commits.
 """
 
 from __future__ import annotations
 
+import io
 import math
-import struct
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+import pickle
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
-from cas_ckpt.errors import CkptError, InvalidInputError
+import numpy as np
+import torch
 
-PERSISTENT = "persistent"
-"""Name of the `Made` of a persistent id; its only argument is the id."""
+from cas_ckpt.errors import CkptError, InvalidInputError, UnsupportedValueError
+from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS
+from cas_ckpt.training.torch_internals import SAFE_GLOBALS, private, typed_storage
 
-_ORDERED = "collections.OrderedDict"
-_SET = "builtins.set"
-_KEYS = (str, int)
-_STOP = ord(".")
+MAX_GROWTH = 100
+FREE_BYTES = 1 << 30
+"""What is made may have more bytes than the file (copies, expanded tensors): up to this, or this many times."""
+
+_OPCODES = re.findall(
+    r"\w+",
+    "PROTO FRAME STOP MARK POP POP_MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT "
+    "BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINSTRING SHORT_BINBYTES BINBYTES "
+    "BINBYTES8 EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET "
+    "ADDITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
+)
+"""What state is written with; among the others are those that ask for memory by a number."""
+
+_MOVED = MappingProxyType({"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"})
+"""Modules by the names that older versions write."""
+
+_COPIED_BYTES = 64
+"""An element of a dict, a list or a text that is copied, at most."""
+
+Storage = Callable[[str, torch.dtype, int], torch.UntypedStorage]
+"""From the key of a storage, the dtype and the number of its elements to its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """Something that the pickle would import, e.g. `torch.float32`."""
+class Stream(Protocol):
+    """Where pickles are read from: what is asked for beyond its end takes no memory."""
 
-    name: str
+    def read(self, size: int = ..., /) -> bytes:
+        """The next bytes."""
+        ...
+
+    def readline(self) -> bytes:
+        """The next line."""
+        ...
 
 
-@dataclass(slots=True, eq=False)
+def most_bytes(file_bytes: int) -> int:
+    """What a file of so many bytes may make."""
+    return max(FREE_BYTES, MAX_GROWTH * file_bytes)
+
+
 class Made:
-    """Something that the pickle would make: what was called, with what, and the state it was given."""
+    """Something that a pickle names, as a class; an instance is what it would make: of what, and with which state."""
 
-    name: str
-    args: tuple[Any, ...]
-    state: Any = None
+    __slots__ = ("args", "state")
+    name: ClassVar[str]
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+
+@cache
+def _named(name: str) -> type[Made]:
+    return type("Made", (Made,), {"name": name, "__slots__": ()})
 
 
 def read_pickle(data: bytes, *, allowed: Collection[str], what: str) -> Any:
-    """What the pickle `data` describes.
+    """What the pickle `data` describes: plain values, sets, OrderedDicts, `Made` and classes of these.
 
     Args:
-        allowed: "module.name" of everything that may be imported.
+        allowed: "module.name" of everything that may be named.
         what: What is being read, for messages.
     Raises:
-        InvalidInputError: no pickle of protocol 2 to 5, or it names something that is not allowed.
+        InvalidInputError: no pickle of protocol 2 to 5. UnsupportedValueError: it names what is not allowed.
     """
-    try:
-        return _Machine(data, allowed, what).run()
-    except CkptError:
-        raise
-    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise InvalidInputError(f"{what}: no pickle can be read there ({error}): fetch or write it again") from error
+    found = {name: _ordered if name == "collections.OrderedDict" else _named(name) for name in allowed}
+    return _read(_Unpickler(io.BytesIO(data), found, frozenset(allowed), most_bytes(len(data)), what))
 
 
-def check_calls(data: Any, *, max_bytes: int, num_pickles: int = 1, what: str) -> None:
-    """See that what the pickles at the start of `data` would call makes no more than `max_bytes` of memory.
+def read_torch_pickle(stream: Stream, storage: Storage, *, file_bytes: int, what: str) -> Any:
+    """What the pickle of torch.save at the place of `stream` holds; bytes behind it are left.
 
-    A few bytes of pickle can ask for any length (`bytearray(1 << 30)`), or for thousands of copies of one long
-    text. Whoever really loads the pickle decides which names may be called at all.
-
-    Args:
-        data: Bytes, or a mapped file.
-        num_pickles: How many pickles follow one another.
     Raises:
-        InvalidInputError: no pickle that torch writes, or one that asks for more.
+        InvalidInputError: torch writes no such pickle. UnsupportedValueError: it names what no state needs.
     """
-    at, left = 0, max_bytes
-    for _ in range(num_pickles):
-        if at >= len(data):
-            return  # too few of them: the loader says so
-        counter = _Counter(data, what, left)
-        counter.at = at
-        try:
-            counter.run()
-        except _UnknownOpcode:
-            return  # nobody loads what follows
-        except (IndexError, KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
-            raise InvalidInputError(f"{what}: torch has written no such pickle ({error}): fetch it again") from error
-        at, left = counter.at, counter.left
+    return _read(_TorchUnpickler(stream, storage, most_bytes(file_bytes), what))
 
 
-class _UnknownOpcode(ValueError):
-    """One that no state is written with; torch's loader stops there too."""
+def _read(unpickler: _Unpickler) -> Any:
+    try:
+        return unpickler.load()
+    except (CkptError, MemoryError):
+        raise
+    except Exception as error:  # a stranger's bytes can make it raise anything
+        reason = f"no pickle can be read there ({type(error).__name__}: {error}"[:300]
+        raise InvalidInputError(f"{unpickler.what}: {reason}): fetch or write it again") from error
 
 
-class _Machine:
-    """The stack machine of pickle, without the parts that do anything.
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler with the opcodes that state is written with, and names from a list.
 
     Args:
-        allowed: See `read_pickle`; None: everything.
+        found: What stands for each name.
+        called: Those that may be called.
+        left: Bytes that calls may copy.
     """
 
-    __slots__ = ("allowed", "at", "data", "marks", "memo", "stack", "what")
-    max_int_bytes = 16
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES)
+    }
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, data: Any, allowed: Collection[str] | None, what: str) -> None:
-        self.data, self.allowed, self.what = data, allowed, what
-        self.at = 0
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+    def __init__(self, stream: Any, found: Any, called: Collection[str], left: int, what: str) -> None:
+        super().__init__(stream, encoding="utf-8")
+        self.found, self.left, self.what = found, left, what
+        self.called = {id(found[name]) for name in called if name in found}
 
-    def run(self) -> Any:
-        data, table = self.data, _TABLE
-        while True:
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
-                return self.stack.pop()
-            step = table.get(code)
-            if step is None:
-                raise _UnknownOpcode(f"opcode {code:#x} at byte {self.at - 1} is none that state is written with")
-            step(self)
-
-    def take(self, length: int) -> bytes:
-        """The next `length` bytes."""
-        part: bytes = self.data[self.at : self.at + length]
-        if len(part) < length:
-            raise ValueError("it ends early")
-        self.at += length
-        return part
-
-    def byte(self) -> int:
-        """The next byte as a number."""
-        self.at += 1
-        value: int = self.data[self.at - 1]
-        return value
-
-    def number(self, length: int) -> int:
-        """An unsigned number of so many bytes."""
-        return int.from_bytes(self.take(length), "little")
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at)
-        if end < 0:
-            raise ValueError("it ends early")
-        return self.take(end - self.at + 1)[:-1].decode()
-
-    def above_mark(self) -> list[Any]:
-        """What was pushed since the last mark."""
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def name(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            raise ValueError("a name that is not text")
-        full = f"{module}.{name}"
-        if self.allowed is not None and full not in self.allowed:
-            raise InvalidInputError(
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{_MOVED.get(module, module)}.{name}"
+        if full not in self.found:
+            raise UnsupportedValueError(
                 f"{self.what}: wants to run {full[:200]!r}. Code in a file is never run: if you trust it, load it "
                 "with torch yourself and commit what it gives"
             )
-        self.stack.append(Named(full))
+        return self.found[full]
 
-    def make(self) -> None:
-        args, what = self.stack.pop(), self.stack.pop()
-        if not isinstance(what, Named) or type(args) is not tuple:
-            raise ValueError("it calls what cannot be called")
-        self.stack.append(OrderedDict() if what.name == _ORDERED and not args else Made(what.name, args))
+    def load_reduce(self) -> None:
+        args, call = self.stack.pop(), self.stack[-1]
+        self.stack[-1] = self.make(call, args)
 
-    def build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if isinstance(made, OrderedDict) and type(state) is dict and all(type(name) is str for name in state):
-            vars(made).update(state)  # as `Module.state_dict()` has its `_metadata`
-            return
-        if not isinstance(made, Made) or made.state is not None:
-            raise ValueError("it gives a state to something that has none")
-        made.state = state
-
-    def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
-            raise ValueError("it sets items of something that is not a dict")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in _KEYS and not isinstance(key, Made):  # tuples could nest deeper than hash can follow
-                raise ValueError(f"a key of type {type(key).__name__}")
-            target[key] = value
-
-    def extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise ValueError("it appends to something that is not a list")
-        target.extend(items)
-
-
-Step = Callable[[_Machine], None]
-
-
-def _push(value: Callable[[_Machine], Any]) -> Step:
-    return lambda machine: machine.stack.append(value(machine))
-
-
-def _mark(machine: _Machine) -> None:
-    machine.marks.append(machine.stack)
-    machine.stack = []
-
-
-def _tuple_of(count: int) -> Step:
-    def step(machine: _Machine) -> None:
-        if len(machine.stack) < count:
-            raise ValueError("a tuple of what is not there")
-        machine.stack[-count:] = [tuple(machine.stack[-count:])]
-
-    return step
-
-
-def _tuple(machine: _Machine) -> None:
-    items = machine.above_mark()
-    machine.stack.append(tuple(items))
-
-
-def _integer(machine: _Machine) -> int:
-    length = machine.number(1)
-    if length > machine.max_int_bytes:
-        raise ValueError(f"an integer of {length} bytes")
-    return int.from_bytes(machine.take(length), "little", signed=True)
-
-
-def _text(width: int) -> Step:
-    return _push(lambda machine: machine.take(machine.number(width)).decode("utf-8", "surrogatepass"))
-
-
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    machine.name(module, name)
-
-
-def _set_item(machine: _Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.set_items([key, value])
-
-
-_TABLE: dict[int, Step] = {
-    ord(code): step
-    for code, step in {
-        b"\x80": lambda m: m.take(1),  # PROTO; names of all opcodes: pickletools
-        b"\x95": lambda m: m.take(8),  # FRAME
-        b"N": _push(lambda m: None),
-        b"\x88": _push(lambda m: True),
-        b"\x89": _push(lambda m: False),
-        b"J": _push(lambda m: struct.unpack("<i", m.take(4))[0]),
-        b"K": _push(_Machine.byte),
-        b"M": _push(lambda m: m.number(2)),
-        b"\x8a": _push(_integer),
-        b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-        b"\x8c": _text(1),
-        b"X": _text(4),
-        b"\x8d": _text(8),
-        b"U": _push(lambda m: m.take(m.number(1))),  # SHORT_BINSTRING
-        b"C": _push(lambda m: m.take(m.number(1))),
-        b"B": _push(lambda m: m.take(m.number(4))),
-        b"(": _mark,
-        b"0": lambda m: m.stack.pop(),
-        b"1": lambda m: m.above_mark(),
-        b")": _push(lambda m: ()),
-        b"\x85": _tuple_of(1),
-        b"\x86": _tuple_of(2),
-        b"\x87": _tuple_of(3),
-        b"t": _tuple,
-        b"]": _push(lambda m: []),
-        b"a": lambda m: m.extend([m.stack.pop()]),
-        b"e": lambda m: m.extend(m.above_mark()),
-        b"}": _push(lambda m: {}),
-        b"\x8f": _push(lambda m: Made(_SET, ())),
-        b"s": _set_item,
-        b"u": lambda m: m.set_items(m.above_mark()),
-        b"q": lambda m: m.put(m.byte()),
-        b"r": lambda m: m.put(m.number(4)),
-        b"\x94": lambda m: m.put(len(m.memo)),
-        b"h": _push(lambda m: m.memo[m.byte()]),
-        b"j": _push(lambda m: m.memo[m.number(4)]),
-        b"c": lambda m: m.name(m.line(), m.line()),
-        b"\x93": _stack_global,
-        b"R": lambda m: m.make(),
-        b"\x81": lambda m: m.make(),  # NEWOBJ
-        b"b": lambda m: m.build(),
-        b"Q": _push(lambda m: Made(PERSISTENT, (m.stack.pop(),))),
-    }.items()
-}
-
-
-_COPIES = ("_codecs.encode", "builtins.", "collections.", "torch.Size")
-"""Beginnings of the names that copy their arguments; what torch rebuilds shares memory with a storage."""
-
-_CONVERTS = ("torch._utils._rebuild_device_tensor",)
-"""Beginnings of the names that copy a tensor, however little memory it has, into as much as its shape says."""
-
-_SIZED = ("bytearray", "Tensor", "Storage")
-"""Ends of the names that take a length for an argument and make so much memory."""
-
-
-class _Counter(_Machine):
-    """Counts what calls would make, without keeping the content of dicts and objects."""
-
-    __slots__ = ("left",)
-    max_int_bytes = 255
-
-    def __init__(self, data: Any, what: str, left: int) -> None:
-        super().__init__(data, None, what)
-        self.left = left
-
-    def make(self) -> None:
-        """See that the call is one that saved state needs, and count it."""
-        args, called = self.stack[-1], self.stack[-2]
-        name, given = (called.name, args) if isinstance(called, Named) and type(args) is tuple else ("", ())
-        if name.endswith(_SIZED) and any(map(_is_length, given)):
+    def make(self, call: Any, args: Any) -> Any:
+        """What calling `call` gives."""
+        if type(args) is not tuple or id(call) not in self.called:
+            name = next((name for name, each in self.found.items() if each is call), "something")
             raise InvalidInputError(
-                f"{self.what}: calls {name[:80]} with a length instead of content, which saved state never does: "
-                "a bomb, fetch the file from somewhere else"
+                f"{self.what}: calls {name[:80]}, which saved state never does: a bomb, or damaged; fetch the file "
+                "from somewhere else"
             )
-        num_bytes = _made_bytes(name, given)
-        self._count(num_bytes)
-        super().make()
-        if isinstance(self.stack[-1], Made):
-            self.stack[-1].state = num_bytes
+        self.count(_COPIED_BYTES * sum(len(each) for each in args if isinstance(each, (str, bytes, list, tuple, dict))))
+        return call(*args)
 
-    def _count(self, num_bytes: int) -> None:
+    def count(self, num_bytes: int) -> None:
+        """Note that so many bytes are made."""
         self.left -= num_bytes
         if self.left < 0:
             raise InvalidInputError(f"{self.what}: a pickle that copies its own content without end: a bomb")
 
-    def build(self) -> None:
-        """States are counted where they are made."""
-        self.stack.pop()
+    def load_build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is OrderedDict and type(state) is dict and all(type(name) is str for name in state):
+            self.count(_COPIED_BYTES * len(state))
+            vars(made).update(state)  # as `Module.state_dict()` has its `_metadata`
+        else:
+            self.build(made, state)
 
-    def extend(self, items: list[Any]) -> None:
-        """What is not a list (a deque) is refused by whoever loads it."""
-        if type(self.stack[-1]) is list:
-            super().extend(items)
+    def build(self, made: Any, state: Any) -> None:
+        """Give `made` the state that is written for it."""
+        if not isinstance(made, Made) or made.state is not None:
+            raise ValueError("it gives a state to something that has none")
+        made.state = state
 
-    def set_items(self, items: list[Any]) -> None:
-        """Keys do not matter, only how many there are."""
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if isinstance(target, dict):
-            target.update(enumerate(items, len(target)))
+        if not isinstance(target, dict) or len(items) % 2:
+            raise ValueError("it sets items of something that is not a dict")
+        for key, value in zip(_plain(items[::2]), items[1::2], strict=True):
+            target[key] = value
+
+    def load_additems(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        if type(target) is not set:
+            raise ValueError("it adds to something that is not a set")
+        target.update(_plain(items))
+
+    dispatch.update(
+        {pickle.REDUCE[0]: load_reduce, pickle.NEWOBJ[0]: load_reduce, pickle.BUILD[0]: load_build,
+         pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems, pickle.ADDITEMS[0]: load_additems}
+    )  # fmt: skip
 
 
-def _is_length(value: Any) -> bool:
-    if type(value) in (tuple, list):
-        return any(type(each) is int for each in value)
-    return type(value) is int or (isinstance(value, Made) and value.name == "torch.Size")
+def _plain(keys: Iterable[Any]) -> Iterable[Any]:
+    """`keys`, seen not to nest deeper than hash can follow."""
+    for key in keys:
+        if isinstance(key, tuple) and any(isinstance(each, tuple) for each in key):
+            raise ValueError("a key of tuples in tuples")
+        yield key
 
 
-def _made_bytes(name: str, args: Sequence[Any]) -> int:
-    """Bytes that a call makes, about."""
-    if name.startswith(_COPIES):
-        return sum(map(_size, args))
-    if name.startswith(_CONVERTS) and args and isinstance(args[0], Made) and len(args[0].args) > 2:
-        shape = args[0].args[2]  # of torch's _rebuild_tensor: storage, offset, size, stride ...
-        return 16 * math.prod(each for each in shape if type(each) is int) if type(shape) is tuple else _size(shape)
-    return 0
+# --- what torch.save writes -----------------------------------------------------------------
+
+_CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
+"""NumPy's elements whose bytes are their values."""
+
+_REBUILDS = (
+    *("tensor", "tensor_v2", "tensor_v3", "qtensor", "parameter", "parameter_with_state", "meta_tensor_no_storage"),
+)
+_CALLED = (
+    *(f"torch._utils._rebuild_{name}" for name in _REBUILDS),
+    *("torch.nn.parameter.Parameter", "torch.Size", "torch.device"),
+)
+"""Torch's own, which make nothing but views of storages, and objects around them."""
 
 
-def _size(value: Any) -> int:
-    """Bytes of a copy of `value`, about."""
-    if isinstance(value, Made):
-        return value.state or 0
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    return 64 * len(value) if isinstance(value, (tuple, list, dict)) else 8
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, *SPARSE_LAYOUTS.values())}
+
+
+class _Dtype:
+    """NumPy's dtype of numbers, which is given the order of its bytes later."""
+
+    def __init__(self, code: str) -> None:
+        self.dtype = np.dtype(code)
+
+    def order_is(self, state: Any) -> None:
+        """Take the state that NumPy writes of such a dtype."""
+        order = state[1]
+        if order not in ("<", ">", "|") or state != (3, order, None, None, None, -1, -1, 0):
+            raise ValueError(f"the dtype {self.dtype} with a state that is not a number's")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _TorchUnpickler(_Unpickler):
+    """Makes the values; each name that is called stands for what makes no more than its arguments hold."""
+
+    def __init__(self, stream: Stream, storage: Storage, left: int, what: str) -> None:
+        self._storage = storage
+        own = {
+            "_codecs.encode": _latin_1, "builtins.bytes": lambda: b"", "builtins.bytearray": _bytearray,
+            "builtins.set": lambda items: set(_plain(items)), "builtins.complex": complex,
+            "collections.Counter": _counter, "collections.OrderedDict": _ordered,
+            "numpy.ndarray": np.ndarray, "numpy.dtype": self._dtype, "numpy._core.multiarray.scalar": _scalar,
+            "numpy._core.multiarray._reconstruct": _empty_array, "torch._tensor._rebuild_from_type_v2": self._of_type,
+            "torch._utils._rebuild_sparse_tensor": _sparse, "torch.serialization._get_layout": _layout,
+            "torch._utils._rebuild_device_tensor_from_cpu_tensor": self._on_host,
+        }  # fmt: skip
+        found = {**private(SAFE_GLOBALS)(), **own}
+        super().__init__(stream, found, {*own, *_CALLED} - {"numpy.ndarray"}, left, what)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A storage: ("storage", type, key, location, number of elements), of torch before 1.6 with a None more."""
+        kind, named, key, _, count, *view = pid
+        if kind != "storage" or type(key) is not str or type(count) is not int or count < 0 or any(view):
+            raise ValueError("a storage that is not named as torch names it")
+        dtype = torch.uint8 if named is torch.UntypedStorage else named.dtype
+        return typed_storage(self._storage(key, dtype, count), dtype)
+
+    def build(self, made: Any, state: Any) -> None:
+        """Give an array of NumPy, or its dtype, the state that is written for it."""
+        if isinstance(made, _Dtype):
+            made.order_is(state)
+            return
+        version, shape, named, is_fortran, data = state
+        if type(made) is not np.ndarray or made.shape != (0,) or version != 1 or type(data) is not bytes:
+            raise ValueError("it gives a state to something that has none")
+        dtype = named.dtype
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError(f"an array of shape {shape} and dtype {dtype} with {len(data)} bytes")
+        made.__setstate__((1, shape, dtype.newbyteorder("="), is_fortran, data))
+        # By itself NumPy makes bytes of the other order into those of this machine.
+        made.dtype = dtype  # type: ignore[misc]
+
+    def _dtype(self, code: Any, _align: bool, _copy: bool) -> _Dtype:
+        if type(code) is not str or not _CODE.fullmatch(code):
+            raise UnsupportedValueError(f"{self.what}: an array of {str(code)[:20]!r}, no numbers: save it otherwise")
+        return _Dtype(code)
+
+    def _of_type(self, call: Any, _kind: Any, args: Any, _state: Any) -> Any:
+        return self.make(call, args)  # attributes of tensors are in no commit
+
+    def _on_host(self, data: torch.Tensor, dtype: torch.dtype, _device: str, requires_grad: bool) -> torch.Tensor:
+        self.count(16 * data.numel())
+        return data.to(dtype).requires_grad_(requires_grad)
+
+
+def _latin_1(text: str, encoding: str = "latin1") -> bytes:
+    """Bytes, as pickles of protocol 2 write them."""
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes that are not written as pickle writes them")
+    return str.encode(text, "latin-1")
+
+
+def _bytearray(data: Any = b"", *encoding: str) -> bytearray:
+    if type(data) not in (bytes, str):
+        raise ValueError("a bytearray of a length instead of content, which saved state never has: a bomb")
+    return bytearray(_latin_1(data, *encoding) if encoding else data)
+
+
+def _counter(counts: Any = MappingProxyType({})) -> Counter[Any]:
+    if not isinstance(counts, Mapping):
+        raise TypeError("a Counter of something else than a dict")
+    return Counter(counts)
+
+
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    pairs = list(items)
+    return OrderedDict(zip(_plain(key for key, _ in pairs), (value for _, value in pairs), strict=True))
+
+
+def _layout(name: Any) -> torch.layout:
+    return _LAYOUTS[name if type(name) is str else ""]
+
+
+def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
+    if kind is not np.ndarray or shape != (0,) or code != b"b":
+        raise ValueError("an array that is not made as NumPy makes it")
+    return np.empty(0, np.int8)
+
+
+def _scalar(dtype: _Dtype, data: bytes) -> Any:
+    return np.frombuffer(data, dtype.dtype).reshape(())[()]
+
+
+def _sparse(layout: torch.layout, parts: Any) -> torch.Tensor:
+    """As torch's own, which notes each for a later check; here whoever captures the tensor checks its indices."""
+    if layout is not torch.sparse_coo:
+        rows, columns, values, size = parts
+        return torch.sparse_compressed_tensor(rows, columns, values, size, layout=layout, check_invariants=False)
+    indices, values, size, *coalesced = parts
+    known = coalesced[0] if coalesced else None
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=known, check_invariants=False)

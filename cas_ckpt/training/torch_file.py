@@ -1,30 +1,26 @@
 """Files of torch.save, in and out.
 
-In:  1. a zip is looked through before torch sees it: nothing compressed, nothing that claims
-        more bytes than the file has
-     2. torch.load(weights_only=True): pickles that want to run code are refused, always
-        NumPy arrays, which torch does not call weights, and newer pickles are read as data (torch_arrays.py)
+In:  1. of a zip, where its members are: nothing compressed, nothing that claims bytes of others
+     2. its pickle is read (pickles.py); tensors are views of the file, which is mapped
      3. what came out is measured: references that unfold into more than any memory are refused
      4. captured like live state; tensors that lie in the file are read by offset when they are
         hashed, so that memory does not grow with the file
 Out: the state is loaded (verified) and given to torch.save.
 
-Invariant: nothing is ever unpickled that torch does not call weights. Must not know safetensors.
+Invariant: nothing in a file is run. Must not know safetensors.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
-import re
 import sys
-import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
@@ -32,7 +28,7 @@ import torch
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LeftOut, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.errors import CkptError, InvalidInputError, UnsupportedValueError
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
 from cas_ckpt.ops.files.export import ExportInfo
@@ -41,11 +37,11 @@ from cas_ckpt.ops.files.models import MODEL, ModelFiles, check_names, side_items
 from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import translated
+from cas_ckpt.storage.stored_zip import MAGIC, Member, Read, stored_members
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.capture.tensors import HostTensor
-from cas_ckpt.training.pickles import check_calls
+from cas_ckpt.training.pickles import Storage, Stream, most_bytes, read_torch_pickle
 from cas_ckpt.training.stateful import module_versions, set_versions
-from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state
 
 VALUE = "value"
@@ -54,24 +50,14 @@ VALUE = "value"
 MAX_ENTRIES = 20_000_000
 """Entries of a file, counted as often as they are referred to."""
 
-MAX_GROWTH = 100
-FREE_BYTES = 1 << 30
-"""Tensors may stand for more bytes than the file has (expanded ones do): up to this, or this many times."""
-
-ZIP_MAGIC = b"PK\x03\x04"
-"""What a file of torch.save begins with, since torch 1.6."""
-
-_READ_AS_DATA = ("numpy", "Unsupported operand")
-"""What torch's refusals say of files that torch_arrays.py may read: NumPy's names, and pickles of protocol 3 to 5."""
-
-_MAPS = "/proc/self/maps"
-
 SMALL_BYTES = 4096
-"""Smaller tensors are read where they are: they are on a page that torch's own reading touches."""
+"""Smaller tensors are read where they are: they are on a page that reading the pickle touches."""
 
-_ENCRYPTED = 1
-_OLD_PICKLES = 5
-"""Magic number, protocol, system, content, keys of the storages; their bytes follow."""
+_PICKLE = "data.pkl"
+"""Member of a zip of torch.save, in whose folder the others are."""
+
+_MAGIC_NUMBER, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+"""What a file of torch before 1.6 begins with: two pickles of a number."""
 
 
 def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
@@ -79,8 +65,7 @@ def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
 
     A file that holds a mapping is that state, anything else goes under "value"; the tensors of a
     folder go under "model", its other files under "files". Memory does not grow with the file,
-    except for files of torch before 1.6, tensors that are not contiguous, and systems that
-    are not Linux. The file must not be cut short meanwhile.
+    except for files of torch before 1.6, and tensors that are not contiguous. The file must not be cut short meanwhile.
 
     Raises:
         InvalidInputError: malformed, or a pickle that wants to run code.
@@ -103,16 +88,6 @@ def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
         return _tree({VALUE: opened.content}, [opened], allow_pickle=allow_pickle).children[VALUE]
     except UnsupportedValueError as error:
         return LeftOut(path.name, f"holds what no commit can hold: {error}")
-    except InvalidInputError as error:
-        if not isinstance(error.__cause__, UnpicklingError):
-            raise
-        return LeftOut(path.name, refusal(error.__cause__))
-
-
-def refusal(error: UnpicklingError) -> str:
-    """Why a pickle was not loaded, in a few words."""
-    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return f"is a pickle that would run code ({wanted[1] if wanted else str(error)[:200]}); no code in a file is run"
 
 
 def export_torch(
@@ -152,26 +127,104 @@ def save_torch(state: Any, file: IO[bytes], name: str) -> None:
 
 
 class _Opened:
-    """A file of torch.save and what it holds."""
+    """A file of torch.save and what it holds; its tensors are views of the file, which is mapped."""
 
     def __init__(self, path: Path) -> None:
         self.file = InputFile(path)
-        is_zip = bytes(self.file.read(0, min(len(ZIP_MAGIC), self.file.size))) == ZIP_MAGIC
-        self.is_mapped_as_it_is = False
-        if is_zip:
-            with open(self.file.fd, "rb", closefd=False) as raw:
-                self.is_mapped_as_it_is = check_zip(raw, self.file.size, what=str(self.file.path))
-        elif self.file.size:
-            with mmap.mmap(self.file.fd, self.file.size, access=mmap.ACCESS_READ) as data:
-                check_old_file(data, what=str(self.file.path))
-        self.content = _load(self.file, is_mapped=is_zip)
-        check_extent(self.content, self.file.size, what=str(self.file.path))
+        if not self.file.size:
+            raise InvalidInputError(f"{path}: is empty: fetch or write it again")
+        # Pages that are written to are this process's own.
+        mapped = mmap.mmap(self.file.fd, self.file.size, access=mmap.ACCESS_COPY)
+        self.saved = Saved(mapped, what=str(path))
+        self.content = self.saved.content()
+        check_extent(self.content, self.file.size, what=str(path))
+
+
+class Saved:
+    """What torch.save wrote, in memory or mapped.
+
+    Attributes:
+        bytes: All of it.
+        is_as_it_is: Tensors are views of `bytes`, unchanged.
+    """
+
+    def __init__(self, data: mmap.mmap | bytearray, *, what: str) -> None:
+        """Look at it.
+
+        Raises:
+            InvalidInputError: nothing that torch writes.
+        """
+        self._data, self.what = data, what
+        self.bytes = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._buffers: dict[str, tuple[int, memoryview]] = {}
+        self._left = len(data)
+        is_zip = data[: len(MAGIC)] == MAGIC
+        self._members = torch_members(self._read, len(data), what=what) if is_zip else {}
+        self.is_as_it_is = is_zip and is_our_byte_order(self._members, self._read, what=what)
+
+    def _read(self, offset: int, length: int) -> bytes | bytearray:
+        return self._data[offset : offset + length]
+
+    def content(self) -> Any:
+        """The value that was saved.
+
+        Raises:
+            InvalidInputError: malformed. UnsupportedValueError: it names what no state needs.
+        """
+        if not self._members:
+            return self._old_content()
+        return self._load(pickle_stream(self._members, self._read, what=self.what), self._in_zip)
+
+    def _load(self, stream: Stream, storage: Storage) -> Any:
+        return read_torch_pickle(stream, storage, file_bytes=len(self._data), what=self.what)
+
+    def _in_zip(self, key: str, dtype: torch.dtype, count: int) -> torch.UntypedStorage:
+        if key not in self._storages:
+            start, size, _ = self._members[f"data/{key}"]
+            if count * dtype.itemsize > size:
+                raise ValueError(f"storage {key} has {size} bytes, fewer than {count} elements take")
+            self._storages[key] = self.bytes[start : start + count * dtype.itemsize]
+            if not self.is_as_it_is:
+                self._storages[key].byteswap(dtype)  # type: ignore[no-untyped-call]
+        return self._storages[key]
+
+    def _old_content(self) -> Any:
+        """Of torch before 1.6: pickles of a magic number, protocol, system, content and keys of the storages, these."""
+        stream = self._data if isinstance(self._data, mmap.mmap) else io.BytesIO(self._data)
+        found = [self._load(stream, self._in_memory) for _ in range(2)]
+        if found != [_MAGIC_NUMBER, _PROTOCOL]:
+            raise self._no_torch("no zip, and no file of torch before 1.6")
+        _, content, keys = (self._load(stream, self._in_memory) for _ in range(3))
+        is_known = type(keys) is list and all(type(key) is str for key in keys)
+        if not is_known or sorted(self._buffers) != sorted(keys):
+            raise self._no_torch("it has other storages than its tensors need")
+        for count, buffer in map(self._buffers.__getitem__, keys):
+            found_count, data = int.from_bytes(stream.read(8), "little"), stream.read(buffer.nbytes)
+            if found_count != count or len(data) != buffer.nbytes:
+                raise self._no_torch("a storage of another length than its pickle says")
+            buffer[:] = data
+        return content
+
+    def _in_memory(self, key: str, dtype: torch.dtype, count: int) -> torch.UntypedStorage:
+        """A storage that is filled later; no tensor can make it longer."""
+        if key not in self._storages:
+            num_bytes = count * dtype.itemsize
+            self._left -= num_bytes
+            if self._left < 0:
+                raise ValueError("storages of more bytes than the file has")
+            buffer = bytearray(num_bytes + 1)
+            self._buffers[key] = count, memoryview(buffer)[:num_bytes]
+            self._storages[key] = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()[:num_bytes]
+        return self._storages[key]
+
+    def _no_torch(self, reason: str) -> InvalidInputError:
+        return InvalidInputError(f"{self.what}: nothing that torch.save writes: {reason}; fetch or write it again")
 
 
 def _tree(state: Mapping[str, Any], opened: Sequence[_Opened], *, allow_pickle: bool) -> Container:
     """`state`, which is made of what the files hold, as a tree."""
-    captured = capture_state(state, allow_pickle=allow_pickle)
-    return read_by_offset(captured, [part.file for part in opened if part.is_mapped_as_it_is])
+    return read_by_offset(capture_state(state, allow_pickle=allow_pickle), opened)
 
 
 def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
@@ -198,80 +251,26 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
     return model
 
 
-def _load(file: InputFile, *, is_mapped: bool) -> Any:
-    if not file.size:
-        raise InvalidInputError(f"{file.path}: is empty: fetch or write it again")
-    # A path of the very file that was checked, even if its name means another by now.
-    same = f"/proc/self/fd/{file.fd}"
-    try:
-        return load_weights(same if os.path.exists(same) else str(file.path), what=str(file.path), is_mapped=is_mapped)
-    except InvalidInputError as error:
-        told = str(error.__cause__) if isinstance(error.__cause__, UnpicklingError) else ""
-        if not is_mapped or not any(each in told for each in _READ_AS_DATA):
-            raise
-    with open(file.fd, "rb", closefd=False) as raw, opened_zip(raw, file.size, what=str(file.path)) as archive:
-        if not is_our_byte_order(archive):
-            raise InvalidInputError(f"{file.path}: NumPy arrays beside tensors of another byte order than this machine")
-        return read_with_arrays(archive, file.fd, what=str(file.path))
-
-
-def load_weights(source: str | IO[bytes], *, what: str, is_mapped: bool) -> Any:
-    """What torch.load gives for plain weights.
-
-    Raises:
-        InvalidInputError: malformed, or it wants to run code (then caused by an UnpicklingError).
-    """
-    try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except CkptError:
-        raise
-    except Exception as error:  # a stranger's bytes can make torch raise anything
-        raise InvalidInputError(
-            f"{what}: torch cannot load it as plain weights: {_reason(error)}. Code in a file is never run: "
-            "if you trust it, load it with torch yourself and save tensors and plain values alone"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    """The line of torch's message that says what is wrong; the others say how to trust the file."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    signs = ("WeightsUnpickler error", "Unsupported", "GLOBAL")
-    telling = [line for line in lines if any(sign in line for sign in signs)]
-    return f"{type(error).__name__}: {(telling or lines or [''])[0][:300]}"
-
-
 # --- tensors read by offset ------------------------------------------------------------------
-# Pages of a mapping that were touched count as memory of the process until it ends or the system needs them. Where
-# the system tells what is mapped where (Linux), a tensor in a mapping is read with pread into one buffer per
-# thread; elsewhere, as torch gave it. Only a tensor whose memory is inside a mapping of one of the given files is read
-# from that file; the caller vouches that the mapping holds what the file holds.
+# Pages of a mapping that were touched count as memory of the process until it ends or the system needs them. So a
+# tensor in a mapped file is read with pread into one buffer per thread.
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    """Addresses [start, stop) are the file from `offset` on."""
-
-    start: int
-    stop: int
-    offset: int
-    file: InputFile
+def read_by_offset(tree: Container, opened: Sequence[_Opened]) -> Container:
+    """`tree` with the source of every tensor that is a view of one of the files replaced."""
+    mapped, scratch = [each for each in opened if each.saved.is_as_it_is], ReadScratch()
+    return with_tensors(tree, lambda item, _: _read_from_file(item, mapped, scratch))
 
 
-def read_by_offset(tree: Container, files: Sequence[InputFile]) -> Container:
-    """`tree` with the source of every tensor that is in one of `files` replaced."""
-    mappings, scratch = _mappings(files), ReadScratch()
-    return with_tensors(tree, lambda item, _: _read_from_file(item, mappings, scratch)) if mappings else tree
-
-
-def _read_from_file(item: TensorItem, mappings: Sequence[_Mapping], scratch: ReadScratch) -> TensorItem:
+def _read_from_file(item: TensorItem, mapped: Sequence[_Opened], scratch: ReadScratch) -> TensorItem:
     num_bytes = item.spec.num_bytes
     if not isinstance(item.source, HostTensor) or num_bytes < SMALL_BYTES or not item.source.tensor.is_contiguous():
         return item
     address = item.source.tensor.data_ptr()
-    for mapping in mappings:
-        if mapping.start <= address and address + num_bytes <= mapping.stop:
-            offset = address - mapping.start + mapping.offset
-            return replace(item, source=_KeepingSource(mapping.file, offset, item.spec, scratch, item.source))
+    for each in mapped:
+        offset = address - each.saved.bytes.data_ptr()
+        if 0 <= offset <= each.file.size - num_bytes:
+            return replace(item, source=_KeepingSource(each.file, offset, item.spec, scratch, item.source))
     return item
 
 
@@ -282,81 +281,50 @@ class _KeepingSource(FileSource):
     kept: HostTensor
 
 
-def _mappings(files: Sequence[InputFile]) -> list[_Mapping]:
-    """Where in this process's memory each of `files` is mapped, as far as the system tells."""
-    by_inode = {}
-    for file in files:
-        status = os.fstat(file.fd)
-        by_inode[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", str(status.st_ino)] = file
-    by_path = {os.path.realpath(file.path): file for file in files}
-    if not files or not os.path.exists(_MAPS):
-        return []
-    found = []
-    with open(_MAPS, encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            # address           perms offset  dev   inode   path
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) < 6 or fields[4] == "0":
-                continue
-            mapped = by_inode.get((fields[3], fields[4])) or by_path.get(fields[5])
-            if mapped is not None:
-                start, stop = (int(address, 16) for address in fields[0].split("-"))
-                found.append(_Mapping(start, stop, int(fields[2], 16), mapped))
-    return found
-
-
 # --- checking -------------------------------------------------------------------------------
 
 
-def check_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> bool:
-    """See that a zip of `num_bytes` unpacks to no more bytes than it has; whether its byte order is ours.
+def torch_members(read: Read, num_bytes: int, *, what: str) -> dict[str, Member]:
+    """The members of a zip of torch.save, without the name of the folder that all are in.
 
     Raises:
-        InvalidInputError: compressed, encrypted or overlapping members, or no zip at all.
+        InvalidInputError: no such zip.
     """
-    with opened_zip(raw, num_bytes, what=what) as archive:
-        for info in archive.infolist():
-            if info.filename.endswith("/data.pkl"):
-                check_calls(archive.read(info), max_bytes=_most_bytes(num_bytes), what=what)
-        return is_our_byte_order(archive)
-
-
-def check_old_file(data: Any, *, what: str) -> None:
-    """The same for the bytes of a file of torch before 1.6, which are pickles one after another."""
-    check_calls(data, max_bytes=_most_bytes(len(data)), num_pickles=_OLD_PICKLES, what=what)
-
-
-def _most_bytes(file_bytes: int) -> int:
-    return max(FREE_BYTES, MAX_GROWTH * file_bytes)
-
-
-@contextmanager
-def opened_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> Iterator[zipfile.ZipFile]:
-    """A zip of torch.save that unpacks to no more bytes than it has; raises as `check_zip`."""
     try:
-        with zipfile.ZipFile(raw) as archive:
-            members = archive.infolist()
-            for info in members:
-                shown = f"{what}: {info.filename[:80]!r}"
-                if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                    raise InvalidInputError(f"{shown} is compressed, which torch.save never does")
-                if info.flag_bits & _ENCRYPTED:
-                    raise InvalidInputError(f"{shown} is encrypted, which torch.save never does")
-            total = sum(info.file_size for info in members)
-            if total > num_bytes or len({info.filename for info in members}) != len(members):
-                raise InvalidInputError(f"{what}: members claim {total} of {num_bytes} bytes, or share names: no torch")
-            yield archive
-    except CkptError:
-        raise
-    except Exception as error:  # a stranger's bytes can make zipfile raise anything
-        raise InvalidInputError(f"{what}: no readable zip, so nothing of torch.save: {error}") from error
+        members = stored_members(read, num_bytes)
+    except ValueError as error:
+        raise InvalidInputError(f"{what}: nothing that torch.save writes: {error}; fetch or write it again") from error
+    pickles = [name for name in members if name.endswith(f"/{_PICKLE}")]
+    if len(pickles) != 1:
+        raise InvalidInputError(f"{what}: {len(pickles)} pickles in it, wanted one: not a file of torch.save")
+    folder = pickles[0].removesuffix(_PICKLE)
+    return {name.removeprefix(folder): member for name, member in members.items()}
 
 
-def is_our_byte_order(archive: zipfile.ZipFile) -> bool:
-    """Whether the storages of a checked archive hold what this machine's memory would."""
-    members = archive.infolist()
-    orders = [info for info in members if info.filename.endswith("/byteorder") and info.file_size <= 16]
-    return all(archive.read(info) == sys.byteorder.encode() for info in orders)
+def pickle_stream(members: Mapping[str, Member], read: Read, *, what: str) -> io.BytesIO:
+    """The pickle in a zip of torch.save.
+
+    Raises:
+        InvalidInputError: it was changed.
+    """
+    start, size, crc = members[_PICKLE]
+    data = read(start, size)
+    if zlib.crc32(data) != crc:
+        raise InvalidInputError(f"{what}: its pickle is damaged: fetch or write it again")
+    return io.BytesIO(data)
+
+
+def is_our_byte_order(members: Mapping[str, Member], read: Read, *, what: str) -> bool:
+    """Whether the storages in a zip of torch.save hold what this machine's memory would.
+
+    Raises:
+        InvalidInputError: an order that nobody knows.
+    """
+    start, size, _ = members.get("byteorder", (0, 0, 0))
+    order = bytes(read(start, min(size, 16))).decode("ascii", "replace") or sys.byteorder
+    if order not in ("little", "big"):
+        raise InvalidInputError(f"{what}: an order of bytes that nobody knows: fetch or write it again")
+    return order == sys.byteorder
 
 
 def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
@@ -369,7 +337,7 @@ def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
         num_entries, num_bytes = _extent(content, 0, {})
     except RecursionError as error:
         raise InvalidInputError(f"{what}: its content nests too deep to follow") from error
-    if num_entries > MAX_ENTRIES or num_bytes > _most_bytes(file_bytes):
+    if num_entries > MAX_ENTRIES or num_bytes > most_bytes(file_bytes):
         raise InvalidInputError(
             f"{what}: {file_bytes} bytes unfold into {num_entries:.3e} entries and {num_bytes:.3e} bytes: "
             "a bomb, or state that should be saved without such repetition"

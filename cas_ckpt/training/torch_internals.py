@@ -44,6 +44,7 @@ CHUNK_LIST = f"{_DCP}.planner_helpers._create_chunk_list"
 DEFAULT_STORE = "torch.distributed.distributed_c10d._get_default_store"
 EMPTY_AFFINE = "torch._empty_affine_quantized"
 EMPTY_PER_CHANNEL = "torch._empty_per_channel_affine_quantized"
+SAFE_GLOBALS = "torch._weights_only_unpickler._get_allowed_globals"
 
 NAMES: Mapping[str, str] = {
     STAGER: "dcp.async_save without async_stager=",
@@ -55,6 +56,7 @@ NAMES: Mapping[str, str] = {
     DEFAULT_STORE: "a commit or checkout of several ranks together",
     EMPTY_AFFINE: "loading a quantized tensor",
     EMPTY_PER_CHANNEL: "loading a quantized tensor",
+    SAFE_GLOBALS: "importing a file of torch.save",
 }
 """Private functions, classes and constants, and what needs them."""
 
@@ -129,6 +131,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else tensor._version
     except AttributeError as error:
         raise missing(_VERSION) from error
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """`storage` with the dtype that torch's functions which rebuild tensors ask it for."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def local_part(divided: Any) -> torch.Tensor:

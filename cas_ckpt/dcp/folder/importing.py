@@ -2,7 +2,7 @@
 
     1. read `.metadata`, as data; every claim is checked      (dcp/folder/metadata.py)
     2. see that all items are inside their files
-    3. load the objects; torch's weights-only loader judges them
+    3. load the objects; nothing in them is run
     4. leave tensors where they are: a box is read from the saved chunks when it is hashed
     5. nest the items along the paths that the folder gives, else by flat key
 
@@ -12,7 +12,7 @@ mappings, integer keys (they come as text), empty dicts, ties.
 How a tensor is read: a saved chunk is a zip of torch.save somewhere in a file; its small pickle says how the
 tensor is laid out in the zip's one storage. Boxes are read from there by offset; one that touches several chunks is
 gathered. What cannot be read so (compressed streams, odd strides, other byte orders, old formats) is
-decoded whole by torch's weights-only loader; each thread keeps the last one decoded.
+decoded whole; each thread keeps the last one decoded.
 
 Invariant: memory does not grow with tensors, whoever sharded them and how: it is a buffer per thread, and one decoded
 chunk. Only bytes of an item's own place are ever read, and no code in them is run. Must not know commits.
@@ -20,15 +20,13 @@ chunk. Only bytes of an item's own place are ever read, and no code in them is r
 
 from __future__ import annotations
 
-import io
 import math
 import threading
-import zipfile
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
-from typing import IO, Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -44,32 +42,15 @@ from cas_ckpt.dcp.folder.metadata import (
     read_folder_metadata,
 )
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, grid_for, raw_dtype
+from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch, most_read
 from cas_ckpt.ops.files.models import check_inside
+from cas_ckpt.storage.stored_zip import MAGIC, Member, Read
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
-from cas_ckpt.training.pickles import Made, read_pickle
-from cas_ckpt.training.torch_arrays import (
-    LOCAL_HEADER,
-    MALFORMED,
-    STORAGE_DTYPES,
-    TYPED,
-    UNTYPED,
-    UNTYPED_STORAGES,
-    DescribedTensor,
-    described_tensor,
-)
-from cas_ckpt.training.torch_file import (
-    ZIP_MAGIC,
-    check_extent,
-    check_old_file,
-    check_zip,
-    is_our_byte_order,
-    load_weights,
-    opened_zip,
-)
+from cas_ckpt.training.pickles import read_torch_pickle
+from cas_ckpt.training.torch_file import Saved, check_extent, is_our_byte_order, pickle_stream, torch_members
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -175,6 +156,7 @@ def _conflict(path: Path) -> InvalidInputError:
 
 _MAX_OPEN_FILES = 128
 _ZSTD = ("stream.zstd", "1")
+_PART_BYTES = 1 << 20
 
 
 class DataFiles:
@@ -235,35 +217,28 @@ def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
     """What torch.save wrote at `place`; at most `limit` bytes, if it has to be decompressed.
 
     Raises:
-        UnsupportedValueError: it is more than torch's weights-only loader takes.
+        UnsupportedValueError: it names what no state needs.
         InvalidInputError: malformed.
     """
     if place.length > MAX_DECODED_BYTES:
         raise InvalidInputError(f"{what}: {place.length} bytes to be decoded at once: too long to be an object")
-    data = bytes(files.get(place.file).read(place.offset, place.length))
+    data = files.get(place.file).read(place.offset, place.length)
     for transform in place.transforms:
         if tuple(transform.partition("/")[::2]) != _ZSTD:
             raise UnsupportedValueError(f"{what}: written through {transform[:80]!r}, of which only zstd is known")
         most = min(limit, MAX_DECODED_BYTES)
+        encoded, data = data, bytearray()
         try:
-            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as decoded:
-                data = decoded.read(most + 1)
+            with zstandard.ZstdDecompressor().stream_reader(encoded, read_across_frames=True) as decoded:
+                while len(data) <= most and (part := decoded.read(_PART_BYTES)):
+                    data += part
         except zstandard.ZstdError as error:
             raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
         if len(data) > most:
             raise InvalidInputError(f"{what}: decompresses to more than {most} bytes: the metadata says less")
-    stream = io.BytesIO(data)
-    if data[: len(ZIP_MAGIC)] == ZIP_MAGIC:
-        check_zip(stream, len(data), what=what)
-        stream.seek(0)
-    else:
-        check_old_file(data, what=what)
-    try:
-        return load_weights(stream, what=what, is_mapped=False)
-    except InvalidInputError as error:
-        if type(error.__cause__).__name__ == "UnpicklingError":  # by name: nothing here imports pickle
-            raise UnsupportedValueError(str(error)) from error
-        raise
+    if not data:
+        raise InvalidInputError(f"{what}: nothing is there: fetch or write it again")
+    return Saved(data, what=what).content()
 
 
 # --- tensors, box by box ---------------------------------------------------------------------
@@ -271,14 +246,6 @@ def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
 _MAX_PICKLE_BYTES = 1 << 20
 _FRAME_BYTES = 1 << 20
 """What torch.save puts around a tensor, at most."""
-
-_NUM_ARGUMENTS = {TYPED: 6, UNTYPED: 7}
-"""Of what makes a tensor; one with more to it (conj, subclasses) is left to torch."""
-
-_ALLOWED_NAMES = frozenset(
-    [*_NUM_ARGUMENTS, *UNTYPED_STORAGES, *STORAGE_DTYPES, "collections.OrderedDict"]
-    + [f"torch.{name}" for name in DTYPE_BYTES]
-)
 
 
 class Scratch:
@@ -413,80 +380,42 @@ class SavedArray:
         if place.transforms:
             return None
         file = self._files.get(place.file)
-        if bytes(file.read(place.offset, min(place.length, len(ZIP_MAGIC)))) != ZIP_MAGIC:
+
+        def read(at: int, size: int) -> bytearray:
+            return file.read(place.offset + at, size)
+
+        if bytes(read(0, min(place.length, len(MAGIC)))) != MAGIC:
             return None
-        raw = cast(IO[bytes], io.BufferedReader(_Part(file, place), 4096))
-        with opened_zip(raw, place.length, what=self.what) as archive:
-            found = _described(archive, self.what)
-            if found is None or not is_our_byte_order(archive):
-                return None
-            described, member = found
-            self._check(described.spec)
-            start = _storage_start(archive, described, member, self.what)
-        order = _dense_order(described.spec.shape, described.stride)
-        return None if order is None else (place.offset + start + described.first * self.spec.item_bytes, order)
-
-
-class _Part(io.RawIOBase):
-    """The bytes of one item as a file of their own."""
-
-    def __init__(self, file: InputFile, place: Place) -> None:
-        self._file, self._place = file, place
-        self._at: int = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._place.length)[whence])
-        return self._at  # beyond the end nothing is read
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = max(0, min(len(buffer), self._place.length - self._at))
-        self._file.read_into(memoryview(buffer)[:count], self._place.offset + self._at)
-        self._at += count
-        return count
-
-
-# --- the pickle of a tensor -----------------------------------------------------------------
-
-
-def _described(archive: zipfile.ZipFile, what: str) -> tuple[DescribedTensor, str] | None:
-    """The tensor of an archive and the name of its storage, or None: something that only torch can read."""
-    names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-    if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
-        return None
-    try:
-        made = read_pickle(archive.read(names[0]), allowed=_ALLOWED_NAMES, what=what)
-        if not isinstance(made, Made) or len(made.args) != _NUM_ARGUMENTS.get(made.name):
+        members = torch_members(read, place.length, what=self.what)
+        found = _described(members, read, self.what)
+        if found is None or not is_our_byte_order(members, read, what=self.what):
             return None
-        found = described_tensor(made)
-    except (InvalidInputError, *MALFORMED):
-        return None  # torch's own loader judges it
-    return found, names[0].removesuffix("data.pkl") + f"data/{found.key}"
+        tensor, key = found
+        self._check(spec_of(tensor))
+        start, size, _ = members.get(f"data/{key}", (0, 0, 0))
+        first, stride = tensor.storage_offset(), tensor.stride()
+        last = first + sum((length - 1) * step for length, step in zip(tensor.shape, stride, strict=True))
+        if (last + 1) * self.spec.item_bytes > size:
+            raise InvalidInputError(f"{self.what}: its storage is too short for {self.spec}: fetch or write it again")
+        order = _dense_order(tuple(tensor.shape), stride)
+        return None if order is None else (place.offset + start + int(first) * self.spec.item_bytes, order)
 
 
-def _storage_start(archive: zipfile.ZipFile, described: DescribedTensor, member: str, what: str) -> int:
-    """Byte of the archive at which the storage begins, which is long enough for the tensor."""
+def _described(members: Mapping[str, Member], read: Read, what: str) -> tuple[torch.Tensor, str] | None:
+    """A tensor as it lies in its storage, without the bytes, and the key of that; None: only torch can read it."""
+    keys: list[str] = []
+
+    def no_bytes(key: str, dtype: torch.dtype, count: int) -> torch.UntypedStorage:
+        keys.append(key)
+        return torch.UntypedStorage(count * dtype.itemsize, device="meta")  # type: ignore[no-untyped-call]
+
     try:
-        info = archive.getinfo(member)
-    except KeyError as error:
-        raise InvalidInputError(f"{what}: its storage is not there: fetch or write it again") from error
-    archive.open(info).close()  # compares the member's own header with the directory
-    raw = cast(IO[bytes], archive.fp)
-    raw.seek(info.header_offset)
-    start: int = info.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size)))
-    shape, stride = described.spec.shape, described.stride
-    last = described.first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if (last + 1) * described.spec.item_bytes > info.file_size or start + info.file_size > archive.start_dir:
-        raise InvalidInputError(f"{what}: its storage is too short for {described.spec}: fetch or write it again")
-    return start
+        stream = pickle_stream(members, read, what=what)
+        found = read_torch_pickle(stream, no_bytes, file_bytes=stream.getbuffer().nbytes, what=what)
+    except InvalidInputError:
+        return None  # `load_item` judges it
+    is_plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout is torch.strided and len(keys) == 1
+    return (found, keys[0]) if is_plain and not (found.is_quantized or found.is_conj() or found.is_neg()) else None
 
 
 def _dense_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:

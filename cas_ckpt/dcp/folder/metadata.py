@@ -28,7 +28,7 @@ from cas_ckpt.objects.state import Path
 from cas_ckpt.ops.files.files import InputFile
 from cas_ckpt.ops.files.models import check_inside, is_plain_name
 from cas_ckpt.storage.store import translated
-from cas_ckpt.training.pickles import Made, Named, read_pickle
+from cas_ckpt.training.pickles import Made, read_pickle
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -206,9 +206,9 @@ def _dtype(key: str, properties: Any) -> str:
         dtype, layout = state.get("dtype"), state.get("layout")
     else:
         dtype, layout = (*_sequence(state), None, None)[:2]
-    if not isinstance(dtype, Named) or dtype.name.removeprefix("torch.") not in DTYPE_BYTES:
+    name = dtype.name.removeprefix("torch.") if isinstance(dtype, type) and issubclass(dtype, Made) else ""
+    if name not in DTYPE_BYTES:
         raise _OddShapeError(f"{key[:200]}: a tensor without dtype")
-    name = dtype.name.removeprefix("torch.")
     if name.startswith("q") or (isinstance(layout, Made) and layout.args != ("torch.strided",)):
         raise UnsupportedValueError(f"{key}: a sparse or quantized tensor: save its parts as plain tensors")
     return name

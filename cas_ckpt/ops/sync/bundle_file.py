@@ -72,12 +72,15 @@ class _FileValues(MemoryStore):
         start, size = self.places[key]
         if offset + length > size:
             raise too_short(key, offset, length, size)
+        return self._bytes(start + offset, length)
+
+    def _bytes(self, offset: int, length: int) -> memoryview:
         data = memoryview(bytearray(length))
         done = 0
         while done < length:
-            count = os.preadv(self.fd, [data[done:]], start + offset + done)
+            count = os.preadv(self.fd, [data[done:]], offset + done)
             if not count:
-                raise CorruptionError(f"{self.url}: it ends at {start + offset + done} bytes: copy the file again")
+                raise CorruptionError(f"{self.url}: it ends at {offset + done} bytes: copy the file again")
             done += count
         return data.toreadonly()
 
@@ -235,10 +238,8 @@ class BundleStore(_FileValues):
 
     def _open(self) -> tuple[Digest, ...]:
         try:
-            with open(self.fd, "rb", buffering=0, closefd=False) as raw:
-                self.places = stored_members(raw)
-            for key in self.places:
-                check_key(key)
+            members = stored_members(self._bytes, self.size_bytes)
+            self.places = {check_key(key): (member.start, member.size) for key, member in members.items()}
         except ValueError as error:
             raise CorruptionError(f"{self.url}: no whole bundle of cas_ckpt: {error}: copy the file again") from error
         if RECORD not in self.places:

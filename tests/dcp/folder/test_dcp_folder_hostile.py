@@ -194,6 +194,7 @@ ODD_PICKLES: dict[str, bytes] = {
     "a call of a call": b"\x80\x02ctorch\nSize\n)R)R.",
     "deep": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
     "a deep key": b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"Ns.",
+    "a deep key of an OrderedDict": b"\x80\x02ccollections\nOrderedDict\n](" + b")" + b"\x85" * 100_000 + b"NtaR.",
     "an empty stack": b"\x80\x02.",
     "no mark": b"\x80\x02t.",
 }

@@ -95,9 +95,9 @@ def test_large_tensors_are_read_by_offset_and_give_what_torch_mapped(
     original = mapped._read_from_file
     monkeypatch.setattr(mapped, "_read_from_file", note)
     roots.append(import_file(init_repository("memory://"), tmp_path / "s.pt").root)
-    monkeypatch.setattr(mapped, "_MAPS", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(mapped, "SMALL_BYTES", 1 << 40)
     roots.append(import_file(init_repository("memory://"), tmp_path / "s.pt").root)
-    assert [isinstance(item.source, FileSource) for item in seen] == [True, False, False, True]
+    assert [isinstance(item.source, FileSource) for item in seen] == [True, False, False, True] + [False] * 4
     assert roots[0] == roots[1]
 
 
@@ -220,9 +220,10 @@ def pickled(name: str, *args: bytes, times: int = 1) -> bytes:
         ("torch.Tensor", [b"J\x00\x00\x00\x40"], 1),
         ("torch.storage.UntypedStorage", [b"\x8a\x05\x00\x00\x00\x00\x01"], 1),
         ("torch.Tensor", [b"ctorch\nSize\n((J\x00\x00\x00\x10K\x10ttR"], 1),
+        ("torch._tensor._rebuild_from_type_v2", [b"ctorch\nTensor\nctorch\nTensor\n(J\x00\x00\x00\x40tN"], 1),
         ("_codecs.encode", [b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\x010h\x01"], 1),
     ],
-    ids=["four of 1 GiB", "one of 1 GiB", "tensor", "storage", "tensor of a size", "copies"],
+    ids=["four of 1 GiB", "one of 1 GiB", "tensor", "storage", "tensor of a size", "tensor of a type", "copies"],
 )
 def test_a_pickle_that_asks_for_memory_by_number_is_refused_before_it_is_loaded(
     repo: RepositoryHandle, tmp_path: Path, new: bool, name: str, args: list[bytes], times: int
@@ -244,6 +245,27 @@ def test_a_pickle_that_asks_for_memory_by_number_is_refused_before_it_is_loaded(
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
+
+
+DEEP = b")" + b"\x85" * 100_000
+NESTED: dict[str, bytes] = {
+    "dict": b"}" + DEEP + b"Ns",
+    "set": b"c__builtin__\nset\n](" + DEEP + b"e\x85R",
+    "items of a set": b"\x8f(" + DEEP + b"\x90",
+    "Counter": b"ccollections\nCounter\n](" + DEEP + b"e\x85R",
+    "OrderedDict": b"ccollections\nOrderedDict\n](" + DEEP + b"N\x86e\x85R",
+    "layout": b"ctorch.serialization\n_get_layout\n" + DEEP + b"\x85R",
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_key_that_nests_deeper_than_hash_can_follow_is_refused(
+    repo: RepositoryHandle, tmp_path: Path, name: str
+) -> None:
+    torch.save({"x": 1}, tmp_path / "s.pt")
+    data = b"\x80\x04" + NESTED[name] + b"."
+    rewrite_zip(tmp_path / "s.pt", tmp_path / "deep.pt", lambda _, old: data if old[:1] == b"\x80" else old)
+    assert_refused(repo, tmp_path / "deep.pt", "no pickle can be read")
 
 
 def test_values_that_calls_make_come_in_as_they_are(repo: RepositoryHandle, tmp_path: Path) -> None:
