@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 import torch                      # its own memory is not what is measured
 import cas_ckpt.training.torch_file
+from cas_ckpt import limits
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.files import import_any
@@ -29,7 +30,8 @@ def peak_bytes():
 
 repo = init_repository(Path(sys.argv[1]) / "repo")
 before = peak_bytes()
-info = import_any(repo, sys.argv[2], CommitRequest(num_threads=2))
+with limits(num_threads=2):
+    info = import_any(repo, sys.argv[2], CommitRequest())
 print(info.stats.total_bytes, peak_bytes() - before)
 """
 
