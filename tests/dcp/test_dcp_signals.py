@@ -67,7 +67,7 @@ def test_a_handler_that_saves_or_loads_inside_of_a_save_or_load_has_done_it_or_i
     for place in places[:: 1 if outer is saved is inner else 4]:
         with calling(handle) as done:
             done_or_told(partial(interrupted, work, place))
-        assert done
+        assert done or outer is saved_in_background  # whose waits go by how far the other thread has come
         work()
 
 
