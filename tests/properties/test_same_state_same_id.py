@@ -231,7 +231,9 @@ def other_leaf(value: Any, seed: int) -> Any:
     """A value or tensor that differs from `value` in one respect."""
     pick = random.Random(seed).choice
     if isinstance(value, np.ndarray):
-        return pick([np.expand_dims(value, 0), value.astype("V8") if value.dtype.itemsize != 8 else value.astype("S9")])
+        return pick(
+            [np.expand_dims(value, 0), value.astype("V8") if value.dtype.itemsize != 8 else value.astype("S64")]
+        )
     if isinstance(value, torch.Tensor):
         return pick([flipped, reinterpreted, reshaped, as_numpy])(value)
     return pick([[value], (value,), {"v": value}, repr(value) + "x", b"other"])
