@@ -7,7 +7,7 @@
     2. refs.py has the mutable names of commits, with logs; ref_store.py reads, lists and swaps them; protocol.py has
        what collectors and writers tell one another; publish.py moves a ref by that protocol, which is the moment of
        every commit
-    3. packs.py brings packs into the index, backfill.py what an older version left out of it; packs.py also reads
+    3. packs.py brings packs into the index, refill.py all of them anew; packs.py also reads
        nodes by what the index says, each proven by its id; tree.py reads the tree of a commit; chunks.py finds the
        chunks of its tensors; states.py asks the index what states hold, for verbs that need none of their bytes;
        hints.py writes into meta packs what spares readers of remote ones requests, preview.py reads it; elsewhere.py

@@ -208,11 +208,29 @@ class RepositoryHandle(Uncopied):
         """The index; the first to ask for it sees to it that the repository is the one that it is about."""
         if self._unconfirmed is not None:
             self._confirm(False)
+        if self._index.is_behind:
+            self._fill_index()
         return self._index
 
     @index.setter
     def index(self, index: Index) -> None:
         self._index = index
+
+    def _fill_index(self) -> None:
+        """Fill an index anew that an older version made: in memory, where it may only be read.
+
+        Raises:
+            InvalidInputError: it is shared, and may only be read.
+        """
+        from cas_ckpt.core.refill import refill
+
+        with self._lock:
+            index = self._index
+            if index.read_only:
+                self._index = index = index.detached()
+            if index.is_behind:  # in this thread's turn
+                _LOGGER.info("index %s: an older version made it; it is filled anew", index.place)
+                refill(self.store, index, progress=self.progress)
 
     def _confirm(self, proven: bool) -> None:
         """See that the repository is still the one that the cache knew at this URL, unless that is proven already.
@@ -272,7 +290,7 @@ class RepositoryHandle(Uncopied):
         """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
         self._unconfirmed = self._config_from = None
         self.elsewhere.close()
-        self.index.close()
+        self._index.close()
         self.store.close()
         self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
 

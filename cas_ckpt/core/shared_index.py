@@ -11,8 +11,7 @@ from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, PermissionDeniedError
 from cas_ckpt.index import meta
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.postgres import from_settings
-from cas_ckpt.index.roles import roles_sql
+from cas_ckpt.index.postgres import from_settings, roles_sql
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
@@ -36,7 +35,7 @@ def set_shared_index(place: str | os.PathLike[str], url: str) -> str:
 
 
 def shared_index_roles(place: str | os.PathLike[str], *, maintainer: str, writer: str, reader: str) -> str:
-    """The SQL that makes roles for the index of the repository at `place` (index/roles.py)."""
+    """The SQL that makes roles for the index of the repository at `place` (index/postgres.py)."""
     with closing(open_store(place)) as store:
         store_id = read_config(store).store_id
     return roles_sql(store_id, maintainer=maintainer, writer=writer, reader=reader)

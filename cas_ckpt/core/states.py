@@ -11,15 +11,13 @@ bytes into memory or into files reads nodes (tree.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
 
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index import history, pending
+from cas_ckpt.index import history
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
@@ -65,9 +63,6 @@ def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **
     """
     with naming_forgotten(handle, *roots), python_gc_paused():
         try:
-            with suppress(pending.RowsPendingError):
-                return handle.index.read(pending.answer, question, *roots, **how)
-            complete_index(handle)
             return handle.index.read(question, *roots, **how)
         except RowsMissingError as error:
             missing = error
@@ -77,7 +72,6 @@ def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **
             except RowsMissingError as error:
                 missing = error
         handle.sync()
-        complete_index(handle)
         while True:
             try:
                 return handle.index.read(question, *roots, **how)

@@ -60,11 +60,9 @@ from cas_ckpt.index.schema import (
     NOWHERE,
     OBJECTS,
     PACKS,
-    PENDING,
 )
 from cas_ckpt.index.statements import change_by_number
-from cas_ckpt.index.texts import json_of, storable
-from cas_ckpt.index.value_texts import json_text
+from cas_ckpt.index.texts import json_of, json_text, storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 
@@ -369,8 +367,7 @@ def drop_packs(connection: Connection, names: Iterable[str]) -> int:
         _remove_unreferenced(connection, deltas=deltas)
         execute(connection, "DELETE FROM t_scrubs WHERE pack IN "
                 "(SELECT p.name FROM dropped d CROSS JOIN t_packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
-        for table in (PENDING, PACKS):
-            execute(connection, f"DELETE FROM {table.name} WHERE pack_id IN (SELECT object_id FROM dropped)")
+        execute(connection, "DELETE FROM t_packs WHERE pack_id IN (SELECT object_id FROM dropped)")
     clamp_watermark(connection)
     note_newer(connection, gone=wanted)
     return len(numbers)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.ahead import Ahead, children_first
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_of
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
@@ -31,10 +30,12 @@ from cas_ckpt.index.trees import (
     MAX_DEPTH,
     NAME,
     SPEC,
+    Ahead,
     Alike,
     Row,
     RowsMissingError,
     Tree,
+    children_first,
     count_rows,
     flavor_of,
     open_containers,

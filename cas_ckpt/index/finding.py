@@ -25,13 +25,25 @@ from sqlalchemy import Connection, text
 
 from cas_ckpt.arguments import some_of
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
-from cas_ckpt.index.ahead import Ahead, Place
 from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
-from cas_ckpt.index.places import Matcher, open_places
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.statements import rows_by_key
-from cas_ckpt.index.trees import CHILD, CONTAINER, FORM, MAX_DEPTH, Row, Tree, read_digests, read_trees, root_numbers
+from cas_ckpt.index.trees import (
+    CHILD,
+    CONTAINER,
+    FORM,
+    MAX_DEPTH,
+    Ahead,
+    Matcher,
+    Place,
+    Row,
+    Tree,
+    open_places,
+    read_digests,
+    read_trees,
+    root_numbers,
+)
 from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns

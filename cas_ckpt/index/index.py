@@ -48,6 +48,7 @@ class Index(Uncopied):
     Attributes:
         store_id: The store that the rows are about. When it is not the one that `open` was told,
             `matches` is False and nothing in here may be believed.
+        is_behind: An older version made it, and rows of packs that it knows are missing: it has to be filled anew.
     """
 
     def __init__(self, database: Database, *, wanted: str) -> None:
@@ -57,6 +58,7 @@ class Index(Uncopied):
         if not self.store_id and not database.read_only:
             self._set_meta(meta.STORE, wanted)
             self.store_id = wanted
+        self.is_behind = self.read(meta.read_meta, meta.BEHIND) is not None
 
     @classmethod
     def open(cls, place: str | Path, *, store_id: str, read_only: bool = False) -> Index:

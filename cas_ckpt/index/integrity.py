@@ -28,7 +28,6 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.layouts import layout_differs
 from cas_ckpt.index.manifests import content_rows, read_specs, spec_row, specs_in
 from cas_ckpt.index.meta import MADE, read_meta, views_version
-from cas_ckpt.index.pending import pending_packs
 from cas_ckpt.index.promises import promised_numbers
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import (
@@ -52,7 +51,6 @@ from cas_ckpt.index.schema import (
     NOWHERE,
     OBJECTS,
     PACKS,
-    PENDING,
     PLACEMENTS,
     RAW_NAMES,
     SCRUBS,
@@ -217,7 +215,6 @@ _OF_COMMITS = {
 def _compare_commits(
     connection: Connection, records: Iterable[PackRecord], numbers: _Numbers
 ) -> Iterable[tuple[str, str]]:
-    waiting = pending_packs(connection)  # the texts of their commits come later
     commits = {commit.digest: (record.name, commit) for record in records for commit in record.commits}
     known = {numbers[digest] for digest in commits if digest in numbers}
     found = {commit.digest: commit for commit in read_commits(connection, sorted(known))}
@@ -231,8 +228,6 @@ def _compare_commits(
             commit, message=storable(commit.message), author=storable(commit.author), branch=None, lineage=()
         )
         rows = rows_of_commit(number, commit)
-        if pack in waiting:
-            del rows[COMMIT_TEXTS]
         differs = any(stored[table].get(number, set()) != set(wanted) for table, wanted in rows.items())
         if row is None or differs or replace(row, branch=None, lineage=()) != plain:
             yield pack, f"the row of commit {commit.digest.hex()[:12]} differs"
@@ -250,7 +245,6 @@ _OWNERS = {
         LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, DIVISIONS, DIVISION_AXES, DIVISION_BOXES,
     ),
     COMMITS.c.object_id: (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS),
-    PACKS.c.pack_id: (PENDING,),
 }  # fmt: skip
 
 

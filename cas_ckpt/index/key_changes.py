@@ -20,10 +20,8 @@ from typing import Any
 from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError, TooLargeError
-from cas_ckpt.index.ahead import Ahead, Place
 from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.history import read_commit, read_commits
-from cas_ckpt.index.places import Matcher, open_places
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow
 from cas_ckpt.index.trees import (
     CHILD,
@@ -31,8 +29,12 @@ from cas_ckpt.index.trees import (
     FORM,
     MAX_DEPTH,
     NAME,
+    Ahead,
+    Matcher,
+    Place,
     Row,
     RowsMissingError,
+    open_places,
     read_trees,
     root_numbers,
 )

@@ -28,8 +28,7 @@ from cas_ckpt.index import layouts
 from cas_ckpt.index.database import KeyQuery, execute, insert_missing, rows_of
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import ENTRIES, NODE_SPECS, RAW_NAMES, SPECS, TENSORS, TREES, VALUES
-from cas_ckpt.index.texts import storable
-from cas_ckpt.index.value_texts import value_text
+from cas_ckpt.index.texts import storable, value_text
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import EntryForm, NodeContent, RawTree, TensorNode
 from cas_ckpt.objects.spec import Spec

@@ -25,6 +25,9 @@ MADE = "made"
 FOLDER = "folder"
 """The folder, as a URL, that a shared index is of; its copies have the same store id."""
 
+BEHIND = "behind"
+"""There when an older version made the index, and rows of packs that it knows are missing."""
+
 VIEWS = "views"
 """The version of the views that are there, and their names."""
 

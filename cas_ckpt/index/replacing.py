@@ -26,13 +26,13 @@ from cas_ckpt.index.candidates import EXAMINED
 from cas_ckpt.index.database import Database, database_beside, insert_missing, table_names, unguarded_file, unlink_files
 from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.meta import MADE, NEWER, STORE, write_meta
+from cas_ckpt.index.meta import BEHIND, MADE, NEWER, STORE, write_meta
 from cas_ckpt.index.open_lock import while_closed
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REFS, REMEMBERED, SCRUBS, former_name
 from cas_ckpt.index.statements import batches
 
-_DERIVED_KEYS = (EXAMINED, MADE, NEWER)
+_DERIVED_KEYS = (EXAMINED, MADE, NEWER, BEHIND)
 """Those of `meta` that follow from packs."""
 
 _ROWS_PER_INSERT = 10_000

@@ -14,7 +14,7 @@ from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.nodes import LineageEdge, NodeContent
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
 
 UNKNOWN_KIND = 0

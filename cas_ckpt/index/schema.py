@@ -510,13 +510,6 @@ VALUES = Table(
 )
 """Plain values in tree nodes as text, each once; those that nothing has any more stay until the index is rebuilt."""
 
-PENDING = Table(
-    "t_pending",
-    METADATA,
-    _key("pack_id", _ROW_NUMBER),  # the pack
-)
-"""Packs that were taken in by an older schema, and of whose nodes rows are missing still."""
-
 REMEMBERED = (META, REFS, HEADS, REF_RECORDS, REF_MOVES, FORGOTTEN, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
 """Tables with what packs do not hold: a rebuild keeps their rows. All others are derived, and are replaced."""
 

@@ -4,7 +4,9 @@
     2. `open_containers` finds the pages of those that have pages, level by level: those that may hold a wanted name
     3. the rows of all of them are read together: those with a wanted text in their name, and all that are containers
 
-Equal containers are one node, which is opened once, whatever it is called and however often it occurs.
+Equal containers are one node, which is opened once, whatever it is called and however often it occurs. Of many states
+at once the places are opened (`open_places`): a key and the node under it, which states have in common. A few nodes
+that each name the next one twice stand for more places than any memory holds: a walk counts them before (`Ahead`).
 
 Invariant: what is answered is whole: a node without rows, or with fewer than it has entries, is never taken for one
 that lists nothing (`RowsMissingError`). Numbers of nodes are good for the transaction that they were found in. Knows
@@ -15,8 +17,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from graphlib import CycleError, TopologicalSorter
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -33,7 +36,7 @@ from cas_ckpt.index.statements import rows_by_key
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import EntryForm, name_order
-from cas_ckpt.objects.patterns import ANY_NAME, Names, Order
+from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names, Order
 from cas_ckpt.objects.state import CONTAINER_KINDS, parse_key
 
 Row: TypeAlias = tuple[int, int, str, int, int | None, int | None, bytes | None]
@@ -391,3 +394,118 @@ def order_of(name: str) -> Order:
 def flavor_of(form: int) -> int:
     """The number of the flavor of a tensor."""
     return form // FLAVOR_STEP
+
+
+# --- what a walk of a state is about to make, counted before it is made -----------------------------
+# Never more than the walk would make, so what is refused would have been refused at its end.
+
+Place: TypeAlias = tuple[str, int]
+"""A key, and the node of the container under it; "" is the root."""
+
+_EDGES = f"""
+    SELECT e.node_id, e.form, e.child_id FROM t_entries e
+    WHERE e.node_id {{keys}} AND e.form IN ({CONTAINER}, {PAGE}) AND e.child_id IS NOT NULL
+"""
+_MANY_PLACES = 1024
+"""Fewer are not worth a look ahead."""
+
+
+class Ahead:
+    """Counts the containers below places, where these are far more than their nodes; those nodes are read, each once.
+
+    Elsewhere a walk is work that grows with what is stored, and nothing is counted.
+
+    Args:
+        keys: What the walk looks for; None, or no patterns: all.
+        within: Nodes that it opens; None: any.
+    """
+
+    def __init__(
+        self, connection: Connection, keys: KeyPatterns | None, *, within: Collection[int] | None = None
+    ) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._within = within
+        self._sizes: dict[int, int] = {}
+
+    def num_below(self, places: Collection[Place]) -> int:
+        """Containers, at least, that the walk makes below these places, each as often as it occurs."""
+        nodes = {node for _, node in places}
+        if len(places) < max(_MANY_PLACES, 2 * len(nodes)):
+            return 0
+        self._count(nodes)
+        largest: dict[str, int] = {}
+        for key, node in places:
+            if self._sizes[node] > largest.get(key, 0) and (not self._keys or self._keys.reaches_all(key)):
+                largest[key] = self._sizes[node]  # several states may have all that is below one key in common
+        return sum(largest.values())
+
+    def _count(self, wanted: Collection[int]) -> None:
+        edges: dict[int, list[tuple[int, int]]] = {}
+        while wanted := {node for node in wanted if node not in edges and node not in self._sizes}:
+            edges.update((node, []) for node in wanted)
+            for node, form, child in rows_by_key(self._connection, _EDGES, wanted):
+                if self._within is None or child in self._within:
+                    edges[node].append((form, child))
+            wanted = {child for node in wanted for _, child in edges[node]}
+        below = {node: [child for _, child in named] for node, named in edges.items()}
+        for node in children_first(below):
+            if node in edges:
+                self._sizes[node] = sum((form == CONTAINER) + self._sizes[child] for form, child in edges[node])
+
+
+def children_first(below: Mapping[int, Sequence[int]]) -> list[int]:
+    """Containers, each after those that are in it.
+
+    Args:
+        below: Node -> nodes that it names.
+    Raises:
+        CorruptionError: one is inside of itself.
+    """
+    try:
+        return list(TopologicalSorter(below).static_order())
+    except CycleError as error:
+        raise CorruptionError(f"a container is inside of itself; {REBUILD}") from error
+
+
+# --- containers under their keys, of many states at once: what `log --key` and `find` walk -----------
+# No state has two places of one key. What a container holds is told by the places of the level below.
+
+
+class Matcher:
+    """`KeyPatterns` for keys that are asked for again and again: they are the same in most states. No patterns: any."""
+
+    def __init__(self, keys: KeyPatterns) -> None:
+        self.matches = cache(keys.matches) if keys else _always
+        self.covers = cache(keys.covers) if keys else _always
+        self.reaches = cache(keys.reaches) if keys else _always
+        self.names_in = cache(keys.names_in) if keys else _any_name
+
+
+def _always(_: str) -> bool:
+    return True
+
+
+def _any_name(_: str) -> Names:
+    return ANY_NAME
+
+
+def open_places(
+    connection: Connection,
+    places: Iterable[Place],
+    trees: Mapping[int, Tree],
+    matcher: Matcher,
+    *,
+    leaves: str = "",
+    within: Collection[int] | None = None,
+) -> Iterator[tuple[Place, Sequence[Row]]]:
+    """Each place with the rows of its container that may match; arguments and errors as for `open_containers`."""
+    groups: dict[Names, set[Place]] = {}
+    for place in places:
+        groups.setdefault(matcher.names_in(place[0]), set()).add(place)
+    for names, group in groups.items():
+        opened = open_containers(
+            connection, {number: trees[number] for _, number in group}, names, leaves=leaves, within=within
+        )
+        for place in group:
+            yield place, opened[place[1]]

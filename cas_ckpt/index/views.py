@@ -27,7 +27,7 @@ from cas_ckpt.index import meta, postgres
 from cas_ckpt.index.database import table_names, view_names
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.schema import META, NOWHERE, VIEWS_VERSION
-from cas_ckpt.index.value_texts import MOST_CHARS
+from cas_ckpt.index.texts import MOST_CHARS
 from cas_ckpt.index.view_sql import (
     POSTGRES,
     Each,

@@ -42,7 +42,6 @@ REFERENCES = {
     ("t_divisions", "object_id"): "t_layouts.object_id",
     ("t_plan_ranks", "plan_id"): "t_plans.plan_id",
     ("t_plan_shapes", "plan_id"): "t_plans.plan_id",
-    ("t_pending", "pack_id"): "t_packs.pack_id",
 }
 """What a number refers to. SQL declares no foreign keys: rows of an object may come before those of what it needs."""
 

@@ -24,7 +24,6 @@ from cas_ckpt.index.schema import (
     NOWHERE,
     OBJECTS,
     PACKS,
-    PENDING,
     REMEMBERED,
     VALUES,
 )
@@ -34,7 +33,7 @@ from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository, numbers
 from tests.divided import mesh, over
 
-DERIVED = [table for table in METADATA.sorted_tables if table not in (*REMEMBERED, GC_CANDIDATES, PENDING)]
+DERIVED = [table for table in METADATA.sorted_tables if table not in (*REMEMBERED, GC_CANDIDATES)]
 SHARED = (PACKS, OBJECTS, LOCATIONS, EDGES, VALUES)  # one row too many of these is none of a pack that is there
 NOT_OF_PACKS = {PACKS.c.first_seen_us, COMMITS.c.branch}
 

@@ -16,7 +16,6 @@ import psycopg
 import pytest
 from sqlalchemy import Connection
 
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.shared_index import set_shared_index
@@ -242,11 +241,11 @@ def test_a_reader_of_an_index_that_waits_for_an_upgrade_is_told_to_open_it_for_w
         closing(RepositoryHandle.open(tmp_path / "repo", index_url=server_url, read_only=True)) as handle,
         pytest.raises(InvalidInputError, match="open the repository once for writing"),
     ):
-        complete_index(handle)
+        handle.index.packs()
     with _opened(tmp_path / "repo", server_url) as handle:
-        complete_index(handle)
+        handle.index.packs()
     with closing(RepositoryHandle.open(tmp_path / "repo", index_url=server_url, read_only=True)) as handle:
-        complete_index(handle)
+        handle.index.packs()
 
 
 def test_a_client_that_stops_while_it_writes_is_ended_by_the_server(

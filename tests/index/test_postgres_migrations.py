@@ -12,7 +12,6 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.index import meta
@@ -114,7 +113,6 @@ def test_an_index_of_every_released_schema_is_upgraded_and_used(
         wanted, store_id = said(handle.index), handle.config.store_id
     make_older(server_url, store_id, revision)
     with closing(RepositoryHandle.open(tmp_path / "repo", index_url=server_url)) as handle:
-        complete_index(handle)
         assert said(handle.index) == wanted
         commit(handle, {"w": numbers(64, 64, seed=9)})
         assert len(list(log_commits(handle))) == 4

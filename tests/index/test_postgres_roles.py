@@ -17,8 +17,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.shared_index import shared_index_roles
 from cas_ckpt.errors import InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.index.roles import roles_sql
+from cas_ckpt.index.postgres import roles_sql, schema_of
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.rebuild import rebuild_index

@@ -15,6 +15,7 @@ from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refill import add_all_packs
 from cas_ckpt.index import contents, history, liveness, meta, usage
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.index import Index
@@ -22,7 +23,7 @@ from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import CommitRow, PackRecord, RefRow
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
-from cas_ckpt.ops.fsck.rebuild import add_all_packs, refill_index
+from cas_ckpt.ops.fsck.rebuild import refill_index
 
 
 @dataclass(frozen=True)

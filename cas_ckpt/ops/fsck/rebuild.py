@@ -10,27 +10,22 @@ middle leaves the old one. What the old one remembers and packs do not say (refs
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
-from cas_ckpt.core.packs import data_first, is_meta, pack_batches, read_in_parts, read_pack, record_batches, small_pack
-from cas_ckpt.core.records import PART_BYTES
+from cas_ckpt.core.refill import add_all_packs, catching_up, refill
 from cas_ckpt.core.shared_index import note_folder
-from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.replacing import CatchUp, Change, beside, index_beside, replace_file, replace_rows
-from cas_ckpt.index.rows import IndexStats, PackRecord
-from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.progress import SILENT, Progress, phase
+from cas_ckpt.index.replacing import CatchUp, index_beside, replace_file, replace_rows
+from cas_ckpt.index.rows import IndexStats
+from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.workers import map_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = 
     """The same for an open store, and the index at `place`."""
     with index_beside(place, store_id=store_id) as made:
         damaged = add_all_packs(store, made, progress=progress)
-        catch_up = _catching_up(store, damaged)
+        catch_up = catching_up(store, damaged)
         try:
             return RebuildReport(_replace(place, made, catch_up), tuple(damaged))
         except (CorruptionError, UnsupportedVersionError) as error:
@@ -109,55 +104,6 @@ def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> Re
         handle.index = Index.open(str(handle.index_place), store_id=handle.config.store_id)
         handle.forget_chunks()
         return report
-    with beside(handle.index) as made:
-        damaged = add_all_packs(handle.store, made, progress=progress)
-        replace_rows(handle.index, made, _catching_up(handle.store, damaged))
+    damaged = refill(handle.store, handle.index, progress=progress)
     handle.forget_chunks()
     return RebuildReport(handle.index.read(usage.read_stats), tuple(damaged))
-
-
-def _catching_up(store: Store, damaged: list[tuple[str, str]]) -> CatchUp:
-    """Packs that were added or deleted since an index was filled; damaged packs are added to `damaged`."""
-
-    def look(known: Mapping[str, int]) -> Change:
-        stored = dict(store.list(PACK_PREFIX))
-        passed_over = {key for key, _ in damaged}
-        new = [(key, size) for key, size in stored.items() if known.get(key) != size and key not in passed_over]
-        gone = [key for key, size in known.items() if stored.get(key) != size]
-        return Change(list(_readable(store, new, damaged)), gone)
-
-    return look
-
-
-def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) -> list[tuple[str, str]]:
-    """Add every pack of `store` to `index`; the damaged ones and what is wrong with each."""
-    packs = list(store.list(PACK_PREFIX))
-    damaged: list[tuple[str, str]] = []
-    with phase(progress, "indexing", sum(size for _, size in packs)):
-        for batch in record_batches(_readable(store, data_first(packs), damaged)):
-            index.add_packs(batch)
-            progress.advance(sum(record.size_bytes for record in batch))
-    return damaged
-
-
-def _readable(store: Store, packs: Sequence[tuple[str, int]], damaged: list[tuple[str, str]]) -> Iterator[PackRecord]:
-    """Records of the packs, in order, read from the packs alone."""
-    at_once = store.abilities.parallel
-    for batch in pack_batches(packs) if at_once > 1 else ([each] for each in packs):
-        found = map_all(partial(_read_one, store), batch, num_threads=at_once)
-        for (key, _), record in zip(batch, found, strict=True):
-            if isinstance(record, PackRecord):
-                yield record
-            elif isinstance(record, CorruptionError):
-                damaged.append((key, str(record)))
-
-
-def _read_one(store: Store, listed: tuple[str, int]) -> PackRecord | NotFoundError | CorruptionError:
-    """The rows of a pack, or why there are none; one that is not found was collected since the listing."""
-    try:
-        key, size = listed
-        if is_meta(key) and size > PART_BYTES:
-            return read_in_parts(store, key)
-        return read_pack(small_pack(store, key, size), key)
-    except (NotFoundError, CorruptionError) as error:
-        return error

@@ -36,6 +36,7 @@ from cas_ckpt.core.forgotten import decode_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.live import ASIDE_PREFIX
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
+from cas_ckpt.core.refill import add_all_packs
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import (
     CkptError,
@@ -49,7 +50,7 @@ from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index
-from cas_ckpt.ops.fsck.rebuild import add_all_packs, rebuild_index, refill_index
+from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.fsck.records import (
     ROOT_RECORDS,
     check_lost_refs,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import integrity, pending
+from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UNKNOWN
 from cas_ckpt.index.rows import PackRecord
@@ -211,31 +211,12 @@ def scan_all(store: Store, index: Index | None, structure: Structure, findings: 
             progress.advance(read_bytes)
             if usable and index is not None:
                 try:
-                    records = _with_rows(index, found)
+                    records = [each.record for each in found]
                     structure.differing.update(index.read(integrity.differences, records))
                 except CorruptionError as error:
                     findings.index_problem(index.place, str(error))
                     usable = False
     return usable
-
-
-def _with_rows(index: Index, found: Sequence[PackFinding]) -> list[PackRecord]:
-    """The records that `index` should have of these packs; manifests only if it has to have them by now.
-
-    Packs that an older version took in get the rows that wait for them, if all of their nodes are intact.
-
-    Raises:
-        CorruptionError: the index is damaged.
-    """
-    waiting = index.read(pending.pending_packs)
-    if waiting and not index.read_only:
-        intact = [each.record for each in found if each.key in waiting and each.broken is None and not each.bad]
-        try:
-            index.write(pending.complete, intact)
-            waiting = index.read(pending.pending_packs)
-        except StorageError:
-            pass  # they go on waiting
-    return [replace(each.record, contents=()) if each.key in waiting else each.record for each in found]
 
 
 def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackFinding]:

@@ -17,7 +17,6 @@ from itertools import islice
 from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
 
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows, log_rows_in_pieces
@@ -180,7 +179,6 @@ def _commits(handle: RepositoryHandle, request: FindRequest, *, limit: int | Non
             order = handle.index.read(history.walk, named, first_parent=False)
             rows = [named[Digest(digest)] for _, digest in order if digest in named]
         return iter(rows)
-    complete_index(handle)  # conditions on layouts need their rows
     starts = start_of_log(handle, request.revisions, all_refs=not request.revisions)
     forgotten = forgotten_view(handle)
     if limit is None or request.commits:

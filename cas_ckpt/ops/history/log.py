@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from cas_ckpt.arguments import did_you_mean, some_of
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
@@ -57,8 +56,6 @@ def log_commits(
     included, excluded = _ends(revisions)
     starts = [] if excluded and not included and not all_refs else start_of_log(handle, included, all_refs=all_refs)
     messages = _expression(grep)
-    if wanted is not None and (wanted.axes or wanted.world_size is not None):
-        complete_index(handle)  # an index of an older schema has no rows of layouts yet
     patterns = KeyPatterns(keys)
     most = None if patterns or excluded or messages else limit
     if limit and most is None and not wanted and not excluded:

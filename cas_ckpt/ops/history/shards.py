@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import layout_of
 from cas_ckpt.core.revisions import Revision, resolve
@@ -93,7 +92,6 @@ def shards_of(
 
 
 def _holders(handle: RepositoryHandle, row: CommitRow) -> Holders:
-    complete_index(handle)
     found = None if row.layout is None else handle.index.read(layouts.read_holders, row.layout)
     return found or holders_of(layout_of(handle, row))  # of one that could not be read when it came
 

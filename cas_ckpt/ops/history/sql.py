@@ -1,7 +1,6 @@
 """SQL over the views of the index, and its answer as rows, dicts, a DataFrame or an Arrow table.
 
-    1. the index is brought up to date: where refs point and what their records say, forgotten commits, packs, and rows
-       of manifests
+    1. the index is brought up to date: where refs point and what their records say, forgotten commits, packs
     2. the query runs, read-only and within limits (index/query.py)
 
 Invariant: an answer is whole, or an error says which limit it would have passed. pandas and pyarrow are imported when
@@ -19,7 +18,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
@@ -126,7 +124,6 @@ def query_index(handle: RepositoryHandle, query: str, parameters: Mapping[str, A
     for _ in range(_TURNS):
         refs, states = _look_at_refs(handle)  # before the packs, so that what they point at is among these
         handle.sync()
-        complete_index(handle)
         targets = {bytes(ref.target) for ref in refs if ref.target}
         if handle.index.read(contents.known, targets) == targets:
             break

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
+from cas_ckpt.core import refill
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
@@ -26,7 +27,6 @@ from cas_ckpt.index.plans import KeptPlan
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import PLAN_RANKS, PLAN_SHAPES, PLANS, REFS
-from cas_ckpt.ops.fsck import rebuild
 from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -83,7 +83,7 @@ REBUILDS: dict[str, Callable[[Path, RepositoryHandle], Any]] = {
 def test_readers_see_a_whole_index_at_every_moment_of_a_rebuild(
     path: Path, handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    expected, real, looked = _ids(handle), rebuild.read_pack, []
+    expected, real, looked = _ids(handle), refill.read_pack, []
     with _opened(path) as reader:
 
         def read_pack(store: Any, key: str) -> Any:
@@ -92,7 +92,7 @@ def test_readers_see_a_whole_index_at_every_moment_of_a_rebuild(
             assert _ids(reader) == expected
             return real(store, key)
 
-        monkeypatch.setattr(rebuild, "read_pack", read_pack)
+        monkeypatch.setattr(refill, "read_pack", read_pack)
         report = REBUILDS[how](path, handle)
         assert report.stats.num_commits == NUM_COMMITS
         assert len(looked) == report.stats.num_packs
@@ -106,7 +106,7 @@ def test_what_is_committed_and_collected_during_a_rebuild_is_in_the_new_index(
 ) -> None:
     create_branch(handle, "side", start="main~3")
     commit(handle, {"w": numbers(50, 50, seed=99)}, branch="side")
-    real, made = rebuild.read_pack, []
+    real, made = refill.read_pack, []
     with _opened(path) as other:
 
         def read_pack(store: Any, key: str) -> Any:
@@ -117,7 +117,7 @@ def test_what_is_committed_and_collected_during_a_rebuild_is_in_the_new_index(
                 collect_garbage(other, EAGER)
             return found
 
-        monkeypatch.setattr(rebuild, "read_pack", read_pack)
+        monkeypatch.setattr(refill, "read_pack", read_pack)
         REBUILDS[how](path, handle)
         stored = dict(other.store.list("packs/"))
         with _opened(path) as fresh:
@@ -257,7 +257,7 @@ def test_two_repositories_that_use_one_file_are_told(path: Path, tmp_path: Path)
 
 def _die_in_a_rebuild(path: Path, packs: int, in_transaction: bool) -> None:
     """Rebuild, and die at the pack of that number (0: at none), or before the transaction ends."""
-    real_read, real_replace = rebuild.read_pack, replacing._replace
+    real_read, real_replace = refill.read_pack, replacing._replace
     keys: list[str] = []
 
     def read_pack(store: Store, key: str) -> PackRecord:
@@ -270,7 +270,7 @@ def _die_in_a_rebuild(path: Path, packs: int, in_transaction: bool) -> None:
         real_replace(*args)
         os._exit(9)
 
-    rebuild.read_pack = read_pack  # type: ignore[assignment]
+    refill.read_pack = read_pack  # type: ignore[assignment]
     if in_transaction:
         replacing._replace = replace  # type: ignore[assignment]
     rebuild_index(path)
@@ -400,7 +400,7 @@ def test_a_rebuild_beside_a_collection_ends_well(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_garbage(handle)
-    read_pack, done = rebuild.read_pack, []
+    read_pack, done = refill.read_pack, []
 
     def after_a_collection(store: Any, key: str) -> Any:
         if not done:
@@ -409,8 +409,8 @@ def test_a_rebuild_beside_a_collection_ends_well(
         return read_pack(store, key)
 
     before = {key for key, _ in handle.store.list("packs/")}
-    monkeypatch.setattr(rebuild, "read_pack", after_a_collection)
-    rebuild.rebuild_index(str(tmp_path / "repo"), index_url=str(tmp_path / "other.sqlite"))
+    monkeypatch.setattr(refill, "read_pack", after_a_collection)
+    rebuild_index(str(tmp_path / "repo"), index_url=str(tmp_path / "other.sqlite"))
     stored = {key for key, _ in handle.store.list("packs/")}
     assert before - stored  # the collection deleted packs that the rebuild had listed
     with _opened(tmp_path / "repo", str(tmp_path / "other.sqlite")) as rebuilt:
