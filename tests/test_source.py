@@ -214,7 +214,7 @@ RULES = (
          ("cli", "__main__.py", "progress.py")),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
          ("objects/values_encode.py", "objects/values.py", "dcp/folder/export.py",
-          "training/pickles.py")),  # what its unpickler may call is on a list
+          "transfer/child_process.py", "training/pickles.py")),  # what its unpickler may call is on a list
     Rule("torch's private names have one home", private_names_of_torch, "import torch\ntorch._neg_view(tensor)",
          ("training/torch_internals.py", "storage", "transfer")),  # the rooms below know no torch
     Rule("torch.load never runs a pickle's code", lambda tree: unsafe_loads(tree), "torch.load(path)"),

@@ -20,8 +20,7 @@ Between stores: copying.py copies extents as they are stored, verified, into new
 staging.py has the memory that a state is copied into for a commit in the background, and copies it.
 background.py does work again and again behind the back of whoever asks for it.
 
-Another process that works for this one: child_process.py starts it, speaks with it and ends it, serving.py is its own
-side; messages.py are what they send each other, sent_errors.py the errors among these.
+Another process that works for this one: child_process.py starts it, speaks with it and ends it, and is its own side.
 
 Several ranks: peers.py is how a rank sees the others, and how an error of one ends the work of all.
 

@@ -1,41 +1,56 @@
-"""A child process that works for this one: how it is started, given work, watched and ended. (Its own side: serving.py)
+"""A child process that works for this one: how it is started, given work, watched and ended; and its own side.
 
     1. `ChildProcess` starts Python anew, with the import path of this process and a function to call; nothing of the
        program that runs here is imported or run there, and no memory, socket or device is inherited
     2. `run` sends a piece of work, and answers what the child asks until it is done, in the caller's thread
-    3. `close` lets it end, and ends it if it does not
+    3. `serve`, in the child: the main thread reads what comes; each piece of work runs in a thread, which may ask the
+       parent and tell it things (`Served`)
+    4. `close` lets the child end, and ends it if it does not
+
+They speak by `multiprocessing.connection` (pickle) over a pair of sockets that nobody else has.
 
 How nothing is left behind: a thread starts the child and waits for it as long as it lives. The kernel ends the child
 with that thread, that is with this process, however it ends (PR_SET_PDEATHSIG); the connection, which is closed then,
-and the number of its parent tell the child too. Ctrl-C and signals for the process group do not reach it: whether to
-go on is decided here.
+and the number of its parent tell the child too, and it ends at once, whatever it is doing. Ctrl-C and signals for the
+process group do not reach it: whether to go on is decided here.
 
 Invariant: after `run` raised `ChildEnded` the child makes no further effect. Knows nothing of what the work is.
 """
 
 from __future__ import annotations
 
+import builtins
+import ctypes
+import itertools
 import logging
+import mmap
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeAlias
+from queue import SimpleQueue
+from typing import IO, Any, NoReturn, TypeAlias
 
-from cas_ckpt import clock
-from cas_ckpt.errors import StorageError
-from cas_ckpt.transfer.messages import LOOK_S, Connection, Ended
+from cas_ckpt import errors
+from cas_ckpt.errors import InternalError, StorageError
 from cas_ckpt.uncopied import Uncopied
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
+LOOK_S = 1.0
+"""How often the state of a stopped child, and the parent of a child, are looked at."""
+
 STOPPED_S = 60.0
-"""How long a child may be stopped (SIGSTOP, a debugger) in the middle of its work before it is ended."""
+"""How long a child may be stopped (SIGSTOP) before it is ended."""
 
 START_S = 120.0
 """How long it may take to start."""
@@ -46,6 +61,11 @@ END_S = 10.0
 NOT_FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 """Signals that people and schedulers send to whole groups: blocked while the child starts, which then ignores them."""
 
+OOM_SCORE = "500"
+"""Added to the share of memory, in thousandths, by which the kernel chooses whom to end; 0 is usual."""
+
+_PR_SET_PDEATHSIG = 1
+_MOST_CAUSES = 8
 _STDERR_TAIL_BYTES = 2000
 """Characters of what a child wrote before it died that are shown."""
 
@@ -54,11 +74,14 @@ _START = (
     "import_module({module!r}).{function}({descriptor}, {parent})"
 )
 
-Answer: TypeAlias = Callable[[str, list[Any]], Any]
-"""Answers a question of the child: its name and arguments, all plain values; what it raises the child is told."""
+Answer: TypeAlias = Callable[[str, Sequence[Any]], Any]
+"""Answers a question of the child: its name and arguments; what it raises is raised there."""
 
-Note: TypeAlias = Callable[[str, list[Any]], object]
+Note: TypeAlias = Callable[[str, Sequence[Any]], object]
 """Is told something that wants no answer."""
+
+Work: TypeAlias = "Callable[[Served, Any], Any]"
+"""Does a piece of work in the child."""
 
 
 class ChildEnded(Exception):
@@ -73,21 +96,45 @@ class ChildEnded(Exception):
         self.had_begun = had_begun
 
 
-class WorkFailed(Exception):
-    """The work raised in the child: what of, as it packed it."""
-
-    def __init__(self, packed: Any) -> None:
-        super().__init__(packed)
-        self.packed = packed
+class Cancelled(Exception):
+    """The parent does not want the work any more."""
 
 
-class PackError(Protocol):
-    """Makes a plain value of an error that was raised while a question was answered."""
+# --- errors -----------------------------------------------------------------------------------
 
-    def __call__(self, error: BaseException, /) -> Any:
-        """The plain value."""
-        ...
 
+def packed_error(error: BaseException) -> list[tuple[bytes, str]]:
+    """`error` and what caused it, each pickled and as Python prints it, so that the other process can raise it."""
+    found: list[tuple[bytes, str]] = []
+    each: BaseException | None = error
+    while each is not None and len(found) < _MOST_CAUSES:
+        found.append((_pickled(each), "".join(traceback.format_exception(each, chain=False))))
+        each = each.__cause__ if each.__cause__ is not None or each.__suppress_context__ else each.__context__
+    return found
+
+
+def _pickled(error: BaseException) -> bytes:
+    """An error of cas_ckpt or of Python as it is, another one as the nearest of these: no other module is imported."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__ in (errors.__name__, builtins.__name__)]
+    nearest: Any = next(kind for kind in kinds if issubclass(kind, BaseException))
+    try:
+        data = pickle.dumps(error if type(error) is nearest else nearest(str(error)))
+        if nearest is not Exception and type(pickle.loads(data)) is nearest:  # noqa: S301 - our own bytes
+            return data
+    except Exception:  # noqa: BLE001, S110 - whatever is wrong with it, its name and text can be told
+        pass
+    return pickle.dumps(InternalError(f"{type(error).__name__}: {error}"))
+
+
+def unpacked_error(packed: list[tuple[bytes, str]]) -> BaseException:
+    """The error that `packed_error` packed, with its causes."""
+    made: list[BaseException] = [pickle.loads(data) for data, _ in packed]  # noqa: S301 - of our own process
+    for error, cause in itertools.pairwise(made):
+        error.__cause__ = cause
+    return made[0]
+
+
+# --- the parent's side ------------------------------------------------------------------------
 
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -119,6 +166,7 @@ class _Keeper:
 
     Attributes:
         ended: Set once the child has ended and its status is known.
+        was_stopped: It was ended because it had been stopped for `STOPPED_S`.
 
     Raises:
         StorageError: there is no thread to be had; `theirs` is closed.
@@ -126,6 +174,7 @@ class _Keeper:
 
     def __init__(self, entry: str, theirs: socket.socket, stderr: int) -> None:
         self.ended = threading.Event()
+        self.was_stopped = False
         self._begun = threading.Event()
         self._refusal: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -161,36 +210,57 @@ class _Keeper:
             return
         self._process = process
         self._begun.set()
+        self._watch(process)
         process.wait()
         self.ended.set()
 
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Return once it has ended; nobody is to wait without end for one that stays stopped: that is ended.
+
+        Seconds are counted, not measured: while this process was stopped itself, it looked at nothing.
+        """
+        stopped_s, what = 0.0, os.WEXITED | os.WSTOPPED | os.WNOWAIT
+        try:
+            while stopped_s < STOPPED_S:
+                found = os.waitid(os.P_PID, process.pid, what | (os.WNOHANG if stopped_s else 0))
+                if found is None:
+                    stopped_s = 0.0  # it goes on
+                elif found.si_code != os.CLD_STOPPED:
+                    return
+                else:
+                    self.ended.wait(LOOK_S)
+                    stopped_s += LOOK_S
+        except ChildProcessError:
+            return  # the program lets the kernel wait for its children
+        self.was_stopped = True
+        process.kill()
+
 
 class ChildProcess(Uncopied):
-    """A child that does one piece of work at a time. For one thread at a time, but for `close` and `pid`.
+    """A child that does one piece of work at a time. For one thread at a time, but for `take_back`, `close` and `pid`.
 
     Attributes:
         pid: Its process id.
 
     Args:
-        entry: "module:function", called there with what `serving.serve` needs.
+        entry: "module:function", called there with what `serve` needs.
     Raises:
         StorageError: no process can be started.
     """
 
     def __init__(self, entry: str) -> None:
         ours, theirs = socket.socketpair()
-        self._connection = Connection(ours)
-        self._stderr = open(os.memfd_create("cas-ckpt-stderr"), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()
+        self._stderr = open(os.memfd_create("cas-ckpt-stderr"), "rb", buffering=0)  # noqa: SIM115 - closed by `_release`
         self._is_ready = self._is_at_work = self._has_begun = False
         self._is_ours = True
         try:
-            keeper = _Keeper(entry, theirs, self._stderr.fileno())
-            self._process = keeper.process()
+            self._keeper = _Keeper(entry, theirs, self._stderr.fileno())
+            self._process = self._keeper.process()
         except BaseException:
-            self._connection.close()
-            self._stderr.close()
+            _release(self._connection, self._stderr)
             raise
-        self._ended = keeper.ended
         self.pid: int = self._process.pid
         _children.add(self)
         weakref.finalize(self, _release, self._connection, self._stderr)
@@ -198,13 +268,12 @@ class ChildProcess(Uncopied):
     def _abandon(self) -> None:
         """This is a fork: the child belongs to another process."""
         self._is_ours = False
-        self._connection.close()
-        self._stderr.close()
+        _release(self._connection, self._stderr)
 
     @property
     def alive(self) -> bool:
         """Whether it can be given work: it has not ended, and is a child of this very process."""
-        return self._is_ours and not self._ended.is_set()
+        return self._is_ours and not self._keeper.ended.is_set()
 
     def lend(self, name: int, descriptor: int, num_bytes: int) -> None:
         """Let the child map `num_bytes` of an open file, which it knows by the number `name` from now on.
@@ -212,25 +281,25 @@ class ChildProcess(Uncopied):
         Raises:
             ChildEnded.
         """
-        self._send(["memory", name, num_bytes], files=[descriptor])
+        self._send("memory", name, num_bytes, file=descriptor)
 
     def take_back(self, name: int) -> None:
         """Let it forget what was lent as `name`; no work may use it."""
-        self._send(["forget", name])
+        self._send("forget", name)
 
-    def run(self, work: Any, *, answer: Answer, note: Note, pack_error: PackError) -> Any:
+    def run(self, work: Any, *, answer: Answer, note: Note) -> Any:
         """Run `work` in the child; its result.
 
         Args:
             answer, note: Called in this thread, while the work goes on. What `note` raises cancels the work, and is
                 raised once that has ended.
-            pack_error: What the child is told of an error of `answer`.
         Raises:
-            WorkFailed: the work raised. ChildEnded: the child died, or was stopped for `STOPPED_S` and was ended.
+            What the work raised; where it was raised there goes to the log (DEBUG). ChildEnded: the child died, or was
+            stopped for `STOPPED_S` and was ended.
         """
         self._is_at_work, self._has_begun = True, False
         try:
-            return self._work(work, answer, note, pack_error)
+            return self._work(work, answer, note)
         except ChildEnded as ended:
             ended.had_begun = self._has_begun
             raise
@@ -238,67 +307,85 @@ class ChildProcess(Uncopied):
             if self._is_at_work:
                 self._kill()  # nobody waits any more for what it does
 
-    def _work(self, work: Any, answer: Answer, note: Note, pack_error: PackError) -> Any:
-        self._send(["work", work])
+    def _work(self, work: Any, answer: Answer, note: Note) -> Any:
+        self._send("work", work)
         unwanted: Exception | None = None
         while True:
             kind, *rest = self._receive()
             if kind == "begun":
                 self._has_begun = True
-            if kind in ("done", "failed"):
+            elif kind == "done":
                 self._is_at_work = False
-            if kind == "done":
                 if unwanted is not None:
                     _LOGGER.warning("the work of process %d was done before it heard of: %r", self.pid, unwanted)
                 return rest[0]
-            if kind == "failed":
-                raise WorkFailed(rest[0]) if unwanted is None else unwanted
-            if kind == "note":
+            elif kind == "failed":
+                self._is_at_work = False
+                if unwanted is not None:
+                    raise unwanted
+                texts = "\nwhich led to\n\n".join(text for _, text in reversed(rest[0]))
+                _LOGGER.debug("the worker process %d failed:\n%s", self.pid, texts)
+                error = unpacked_error(rest[0])
+                raise error from error.__cause__
+            elif kind == "note":
                 try:
-                    note(rest[0], rest[1])
+                    note(*rest)
                 except Exception as error:  # noqa: BLE001 - raised once the work has ended
                     if unwanted is None:
                         unwanted = error
-                        self._send(["cancel"])
+                        self._send("cancel")
             elif kind == "question":
                 number, name, arguments = rest
                 try:
-                    reply = ["answer", number, True, answer(name, arguments)]
+                    reply = answer(name, arguments)
                 except BaseException as error:
-                    self._send(["answer", number, False, pack_error(error)])
+                    self._send("answer", number, False, packed_error(error))
                     if not isinstance(error, Exception):
                         raise
                 else:
-                    self._send(reply)
+                    self._send("answer", number, True, reply)
 
-    def _send(self, message: Any, *, files: Sequence[int] = ()) -> None:
-        watch = _Watch(self)
-        try:
-            self._connection.send(message, files=files, waiting=watch.look)
-        except Ended:
-            raise self._over() from None
+    def _send(self, *message: Any, file: int | None = None) -> None:
+        if not self._is_ours:
+            raise self._over()
+        with self._sending:
+            try:
+                self._wait_until_ready()
+                self._connection.send(message)
+                if file is not None:
+                    send_handle(self._connection, file, self.pid)
+            except OSError:
+                pass
+            else:
+                return
+        raise self._over()
 
     def _receive(self) -> Any:
-        watch = _Watch(self)
         try:
-            while True:
-                found = self._connection.receive(timeout_s=LOOK_S)
-                if found is not None:
-                    if found.message[0] == "ready":
-                        self._is_ready = True
-                        continue
-                    return found.message
-                watch.look()
-        except Ended:
+            return self._connection.recv()
+        except (EOFError, OSError):
             raise self._over() from None
+
+    def _wait_until_ready(self) -> None:
+        if self._is_ready:
+            return
+        if not self._connection.poll(START_S):
+            self._kill()
+            raise ChildEnded(f"process {self.pid} did not start within {START_S:.0f} s and was ended")
+        try:
+            self._is_ready = self._connection.recv() == ("ready",)
+        except EOFError as error:
+            raise OSError from error
 
     def _over(self) -> ChildEnded:
         """The connection has ended: how the child did, which is ended if it still runs."""
         if not self._is_ours:
             return ChildEnded("it belongs to the process that this one was forked from")
-        if not self._ended.wait(END_S):
+        if not self._keeper.ended.wait(END_S):
             self._kill()
             return ChildEnded(f"process {self.pid} closed its connection and was ended")
+        if self._keeper.was_stopped:
+            return ChildEnded(f"process {self.pid} was stopped (SIGSTOP) for {STOPPED_S:.0f} s and was ended")
         stderr = self._stderr_tail()
         return ChildEnded(f"process {self.pid} {self._how()}{f'; it wrote: {stderr}' if stderr else ''}")
 
@@ -314,8 +401,6 @@ class ChildProcess(Uncopied):
         return f"was ended by {name}{hint}"
 
     def _stderr_tail(self) -> str:
-        if self._stderr.closed:
-            return ""
         end = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, end - _STDERR_TAIL_BYTES))
         return self._stderr.read().decode("utf-8", "replace").strip()
@@ -325,7 +410,7 @@ class ChildProcess(Uncopied):
         if not self._is_ours:
             return False
         self._process.kill()
-        return self._ended.wait(END_S)
+        return self._keeper.ended.wait(END_S)
 
     def close(self) -> None:
         """Let it end; it is ended if it is at work, or does not within `END_S`. Idempotent; from any thread.
@@ -336,44 +421,143 @@ class ChildProcess(Uncopied):
         """
         if not self._is_ours:
             return
-        self._connection.close()
-        gone = self._ended.wait(END_S) or self._kill()
-        self._stderr.close()
-        if not gone:
+        # Shut down, which whoever sends or receives notices; closed with this object, when nobody does any more.
+        with socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has ended
+        if not self._keeper.ended.wait(END_S) and not self._kill():
             raise ChildEnded(f"process {self.pid} was killed and waits in the kernel for a medium that does not answer")
 
-    def state(self) -> str:
-        """The kernel's letter for what it does: "R" runs, "S" and "D" wait, "T" and "t" are stopped; "": not known."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
+
+# --- the child's side -------------------------------------------------------------------------
 
 
-class _Watch:
-    """Sees to it that nobody waits without end for a child that does not go on."""
+class Served:
+    """Interface of a piece of work to the parent. Thread-safe."""
 
-    def __init__(self, child: ChildProcess) -> None:
-        self._child = child
-        self._since_s = clock.monotonic_s()
-        self._stopped_s = 0.0
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, SimpleQueue[tuple[bool, Any]]] = {}
+        self._memory: dict[int, mmap.mmap | OSError] = {}
+        self._cancelled = False
 
-    def look(self) -> None:
-        """Called about every second in which nothing came.
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Ask the parent; its answer.
 
         Raises:
-            ChildEnded: it has been stopped for too long, or does not start; it was ended.
+            Whatever it raised.
         """
-        child = self._child
-        if not child.alive:
-            raise Ended
-        # Seconds are counted, not measured: while this process was stopped itself, it looked at nothing.
-        self._stopped_s = self._stopped_s + LOOK_S if child.state() in ("T", "t") else 0.0
-        if self._stopped_s >= STOPPED_S:
-            child._kill()
-            raise ChildEnded(
-                f"process {child.pid} was stopped (SIGSTOP, or a debugger) for {STOPPED_S:.0f} s and was ended"
-            )
-        if not child._is_ready and clock.monotonic_s() - self._since_s > START_S:
-            child._kill()
-            raise ChildEnded(f"process {child.pid} did not start within {START_S:.0f} s and was ended")
+        number = next(self._numbers)
+        queue = self._waiting[number] = SimpleQueue()
+        self._send("question", number, name, arguments)
+        is_answer, reply = queue.get()
+        if not is_answer:
+            raise unpacked_error(reply)
+        return reply
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Tell the parent something that wants no answer."""
+        self._send("note", name, arguments)
+
+    def _send(self, *message: Any) -> None:
+        with self._sending:
+            try:
+                self._connection.send(message)
+            except OSError:
+                os._exit(0)
+
+    def memory(self, name: int) -> mmap.mmap:
+        """Memory that the parent lent as `name`; read-only.
+
+        Raises:
+            MemoryError: this process may not map so much.
+        """
+        found = self._memory.get(name)
+        if found is None:
+            raise InternalError(f"memory {name} was not lent to this process")
+        if isinstance(found, OSError):
+            raise MemoryError(f"memory of the parent process cannot be mapped: {found}") from found  # noqa: TRY004
+        return found
+
+    def stop_if_cancelled(self) -> None:
+        """Raise `Cancelled` if the parent does not want the work any more."""
+        if self._cancelled:
+            raise Cancelled
+
+    def _take(self, work: Work, kind: str, *rest: Any) -> None:
+        """Something that came."""
+        if kind == "work":
+            self._cancelled = False
+            try:
+                threading.Thread(target=self._run, args=(work, *rest), name="cas-ckpt-work", daemon=True).start()
+            except RuntimeError as error:
+                self._send("failed", packed_error(MemoryError(f"no thread starts in the worker process: {error}")))
+        elif kind == "answer":
+            number, *reply = rest
+            self._waiting.pop(number).put(tuple(reply))
+        elif kind == "cancel":
+            self._cancelled = True
+        elif kind == "memory":
+            name, num_bytes = rest
+            file = recv_handle(self._connection)
+            try:
+                self._memory[name] = mmap.mmap(file, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            except OSError as error:
+                self._memory[name] = error  # for whoever wants it
+            os.close(file)
+        elif kind == "forget":
+            del self._memory[rest[0]]
+
+    def _run(self, work: Work, given: Any) -> None:
+        """Do a piece of work, in a thread of its own."""
+        self._send("begun")
+        try:
+            self._send("done", work(self, given))
+        except BaseException as error:  # noqa: BLE001 - carried to the parent, nothing is dropped
+            self._send("failed", packed_error(error))
+
+
+def serve(descriptor: int, parent: int, work: Work) -> NoReturn:
+    """Take work until the parent is gone; then this process ends.
+
+    Args:
+        descriptor: The socket to the parent. parent: Its process id.
+    """
+    _end_with(parent)
+    _be_ended_first()
+    for number in NOT_FOR_CHILDREN:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_CHILDREN)
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    served = Served(connection)
+    served._send("ready")
+    try:
+        while os.getppid() == parent:
+            if connection.poll(LOOK_S):
+                served._take(work, *connection.recv())
+    except (EOFError, OSError):
+        pass
+    os._exit(0)
+
+
+def _be_ended_first() -> None:
+    """Where memory runs out, let the kernel take this process rather than its parent."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    except OSError:
+        pass  # not Linux, or its parent is to be taken still earlier
+
+
+def _end_with(parent: int) -> None:
+    """Ask the kernel to end this process with its parent, which may be gone already."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    except (OSError, AttributeError):
+        pass  # not Linux: the connection says it
+    if os.getppid() != parent:
+        os._exit(0)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
-from cas_ckpt.transfer.serving import Served, serve
+from cas_ckpt.transfer.child_process import ChildProcess, Served, serve
 
 ENTRY = "tests.transfer.child_work:main"
 
 
 def main(descriptor: int, parent: int) -> None:
-    serve(descriptor, parent, work, pack_error=pack_error, unpack_error=unpack_error)
+    serve(descriptor, parent, work)
 
 
 def work(served: Served, given: list[Any]) -> Any:
@@ -65,6 +65,10 @@ def do_exhaust(served: Served) -> None:
     np.ones(8 << 30, np.uint8)
 
 
+def do_return_a_lambda(served: Served) -> Any:
+    return lambda: 0
+
+
 def do_imported(served: Served) -> list[str]:
     return sorted(sys.modules)
 
@@ -81,17 +85,15 @@ def parent_of_one(*, stopped: bool = False, forked: bool = False) -> None:
     """Start a child that works for long, say its number, and work for long."""
     import signal
 
-    from cas_ckpt.transfer.child_process import ChildProcess
-
     child = ChildProcess(ENTRY)
     if forked and os.fork() == 0:  # it keeps whatever is open, and outlives its parent
         time.sleep(20)
         os._exit(0)
 
-    def counted(name: str, arguments: list[Any]) -> None:
+    def counted(name: str, arguments: Sequence[Any]) -> None:
         if arguments[0] == 3:
             if stopped:
                 os.kill(child.pid, signal.SIGSTOP)
             print(child.pid, flush=True)
 
-    child.run(["count", 100], answer=lambda *_: None, note=counted, pack_error=pack_error)
+    child.run(["count", 100], answer=lambda *_: None, note=counted)

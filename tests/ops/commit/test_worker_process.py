@@ -21,7 +21,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from cas_ckpt.signing.trust import Verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +54,7 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import show_commit
 from cas_ckpt.progress import SILENT
+from cas_ckpt.signing import Verdict
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer import child_process
 from cas_ckpt.transfer.child_process import ChildProcess

@@ -4,9 +4,8 @@
        staged in, and sends the tree and the request
     2. child.py, in that process: opens the repository, reads the lent memory, and makes the commit as ever. What only
        the trainer's process has is asked for: memory that is not staged, the other ranks
-    3. sources.py: tensors in the child, in lent memory or asked for
-    4. packing.py: trees, requests and commits as plain values, and back
-    5. worker.py again: the commit that came back moves `head`; of a child that died, whether it had made the commit
+    3. packing.py: what goes there: the tree, its tensors in lent memory or asked for, the request
+    4. worker.py again: the commit that was made moves `head`; of a child that died, whether it had made the commit
        is found out before anybody is told
 
 Invariant: the commit is that which `commit_live` would have made here. The child has no torch, no device,

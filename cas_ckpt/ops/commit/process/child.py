@@ -1,10 +1,10 @@
 """The worker process: makes commits of states that another process staged, one after another.
 
     1. `main` is called in a Python that was started for it: no module of the trainer's program is there, and no torch
-    2. each piece of work says which repository; it is opened once, and stays open between commits
-    3. the tree is unpacked: its tensors are in lent memory, or asked for; then the commit is `commit_live`, as it is
-    4. what is asked of the trainer's process: bytes that are not staged, collectives of the ranks, and,
-       before the ref is swapped, whether the commit is still wanted; it is told progress and lines of the log
+    2. each job says which repository; it is opened once, and stays open between commits
+    3. the tree is received: its tensors are in lent memory, or asked for; then the commit is `commit_live`, as it is
+    4. what is asked of the trainer's process: bytes that are not staged, collectives of the ranks, and, before the ref
+       is swapped, whether the commit is still wanted; it is told progress and lines of the log
 
 Invariant: whatever it is doing, it can be ended; a commit is there whole or not at all. Knows nothing of torch.
 """
@@ -12,6 +12,7 @@ Invariant: whatever it is doing, it can be ended; a commit is there whole or not
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import threading
 from collections.abc import Sequence
@@ -20,14 +21,12 @@ from typing import Any, cast
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.memory import limits
+from cas_ckpt.memory import holding
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.process.packing import pack_commit, pack_head, unpack_head, unpack_request, unpack_tree
-from cas_ckpt.ops.commit.process.sources import make_source
+from cas_ckpt.ops.commit.process.packing import Job, received_request, received_tree
+from cas_ckpt.transfer.child_process import Served, packed_error, serve
 from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
-from cas_ckpt.transfer.sent_errors import pack_error, unpack_error
-from cas_ckpt.transfer.serving import Served, serve
 from cas_ckpt.transfer.workers import leave_core
 
 PEERS, LOOK, PUBLISH = "peers", "look", "publish"
@@ -47,7 +46,7 @@ TELL_S = 0.2
 def main(descriptor: int, parent: int) -> None:
     """Take commits from the process `parent` until it is gone. Never returns."""
     os.nice(max(0, NICENESS - os.nice(0)))
-    serve(descriptor, parent, Commits(), pack_error=pack_error, unpack_error=unpack_error)
+    serve(descriptor, parent, Commits())
 
 
 class Commits:
@@ -56,34 +55,31 @@ class Commits:
     def __init__(self) -> None:
         self._handle: RepositoryHandle | None = None
         self._memory = FrozenMemory()
-        self._epoch: Any = None
+        self._epoch = -1
 
-    def __call__(self, served: Served, given: dict[str, Any]) -> list[Any]:
-        """The commit, and the head after it. Once it is made, nothing here reads or writes."""
-        leave_core(given["core"], pid=os.getppid())
-        _log_to(served, given["log_level"])
-        handle = self._opened(given["repository"])
-        if given["era"] != self._epoch:  # what was frozen may hold other bytes now, rightly
-            self._memory, self._epoch = FrozenMemory(), given["era"]
-        handle.head = unpack_head(given["head"])
-        request = unpack_request(
-            given["request"],
-            look=lambda: served.ask(LOOK),
-            announce=lambda made: served.ask(PUBLISH, bytes(made.digest), made.data),
-        )  # fmt: skip
-        tree = unpack_tree(given["tree"], lambda spec, source: make_source(served, spec, source))
-        peers = SOLO if given["peers"] is None else cast(Peers, RemotePeers(served, *given["peers"]))
-        memory = self._memory if request.frozen is not None or request.frozen_keys or self._memory.num_changes else None
-        progress = RemoteProgress(served)
-        with limits(**given["limits"]), collective_errors(peers):
-            made = commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
-        return [pack_commit(made), pack_head(handle.head)]
-
-    def _opened(self, place: list[Any]) -> RepositoryHandle:
+    def __call__(self, served: Served, job: Job) -> str | None:
+        """The branch that the commit went to. Once it is made, nothing here reads or writes."""
+        leave_core(job.core, pid=os.getppid())
+        _log_to(served, job.log_level)
         if self._handle is None:
-            url, index_place, cache = place
+            url, index_place, cache = job.repository
             self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
-        return self._handle
+        handle = self._handle
+        if job.epoch != self._epoch:  # what was frozen may hold other bytes now, rightly
+            self._memory, self._epoch = FrozenMemory(), job.epoch
+        handle.head = job.head
+        request = received_request(
+            job.request, job.fields, look=lambda: served.ask(LOOK),
+            announce=lambda made: served.ask(PUBLISH, made.digest, made.data),
+        )  # fmt: skip
+        peers = SOLO if job.ranks is None else cast(Peers, RemotePeers(served, *job.ranks))
+        memory = self._memory if request.frozen is not None or request.frozen_keys or self._memory.num_changes else None
+        with holding(job.limits), collective_errors(peers):
+            commit_live(
+                handle, received_tree(served, job.rows), request, peers=peers, memory=memory,
+                progress=RemoteProgress(served),
+            )  # fmt: skip
+        return handle.head.branch
 
 
 class RemotePeers:
@@ -96,30 +92,32 @@ class RemotePeers:
     def begin(self) -> None:
         """The trainer's process has begun the common work."""
 
+    def _ask(self, method: str, message: Any, **named: Any) -> Any:
+        return self._served.ask(PEERS, method, message, named)
+
     def gather_all(self, message: Buffer) -> list[bytes]:
         """See `Peers.gather_all`."""
-        found: list[bytes] = self._served.ask(PEERS, "gather_all", [bytes(message)], {})
+        found: list[bytes] = self._ask("gather_all", bytes(message))
         return found
 
     def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
         """See `Peers.gather`."""
-        found: list[bytes] | None = self._served.ask(PEERS, "gather", [bytes(message)], {"root": root})
+        found: list[bytes] | None = self._ask("gather", bytes(message), root=root)
         return found
 
     def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
         """See `Peers.broadcast`."""
-        given = None if message is None else bytes(message)
-        found: bytes = self._served.ask(PEERS, "broadcast", [given], {"root": root})
+        found: bytes = self._ask("broadcast", None if message is None else bytes(message), root=root)
         return found
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
         """See `Peers.exchange`."""
-        found: list[Buffer] = self._served.ask(PEERS, "exchange", [list(map(bytes, messages))], {})
+        found: list[Buffer] = self._ask("exchange", list(map(bytes, messages)))
         return found
 
     def fail(self, error: BaseException) -> None:
         """See `Peers.fail`."""
-        self._served.ask(PEERS, "fail", [pack_error(error)], {})
+        self._ask("fail", packed_error(error))
 
     def close(self) -> None:
         """It is not for the worker to leave."""
@@ -157,19 +155,16 @@ class RemoteProgress:
         self._served.tell(PROGRESS, "finish")
 
 
-class _ToParent(logging.Handler):
+class _ToParent(logging.handlers.QueueHandler):
     """Sends lines of the log to the trainer's process."""
 
     def __init__(self, served: Served) -> None:
-        super().__init__()
-        self._served = served
+        super().__init__(cast(Any, served))
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def enqueue(self, record: logging.LogRecord) -> None:
         """Send one line, its traceback in it."""
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + logging.Formatter().formatException(record.exc_info)
-        self._served.tell(LOG, record.name, record.levelno, text)
+        record.pathname = "(worker process)"
+        cast(Served, self.queue).tell(LOG, record)
 
 
 def _log_to(served: Served, level: int) -> None:

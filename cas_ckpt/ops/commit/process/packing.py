@@ -1,36 +1,97 @@
-"""What goes between a process and its worker: trees of items, requests, commits, as plain values and back.
+"""What goes to a worker process: the tree of a commit, as items that can be pickled, and where their bytes are.
 
-A tree is a list of rows, parents before their children, so that no depth is too deep:
+A tree is a list of (number of the parent, name, item), parents before their children, so that no depth is too deep.
+What may hold anything of the user's is encoded. Sources are sent as
 
-    ["c", parent, name, kind, attrs, whether they are encoded, versions]     a container
-    ["t", parent, name, dtype, shape, flavor, identity, placement, order, source]
-    ["v", parent, name, encoded value]
+    LentSource   a few bytes
+    Lent         staged: boxes whose elements are in lent memory, in C order
+    Remote       not staged yet, or not at all: boxes are asked for
 
-Invariant: what is unpacked equals what was packed, but for sources, which the two sides make for themselves, and for
-identities, which are numbers here: equal for tensors that are the same memory.
+Invariant: what is received equals what was sent, but for sources, and for identities, which are numbers: equal for
+tensors that are the same memory. What lent memory holds is of the moment of the snapshot, and nobody writes it while
+the commit runs.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+import threading
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
 
-from cas_ckpt.core.records import CommitInfo, CommitStats
+import numpy as np
+
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InternalError, UnsupportedValueError
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Spec, pack_placement, unpack_placement
-from cas_ckpt.objects.state import ArraySource, Container, EncodedValue, Flavor, Item, TensorItem, ValueItem, render_key
+from cas_ckpt.memory import Limits
+from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
+from cas_ckpt.objects.state import ArraySource, Container, EncodedValue, Item, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.ops.commit.request import CommitRequest, checked_fields, decoded_lineage, working_folder
+from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, checked_fields, decoded_lineage, working_folder
+from cas_ckpt.transfer.child_process import Served
+from cas_ckpt.transfer.staging import elements_of
 
-_OWN_WAY = frozenset({
-    "head", "other_parents", "parents", "lineage", "meta", "provenance", "command", "folder", "frozen_keys", "look",
-    "announce",
-})  # fmt: skip
-"""Fields of a request that are not plain values."""
+Array: TypeAlias = np.ndarray[Any, Any]
+Rows: TypeAlias = list[tuple[int, Any, Item]]
+
+READ, SUMS, SAVED = "read", "sums", "saved"
+"""What a worker asks of a source that is not staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One commit that a worker is to make.
+
+    Attributes:
+        repository: Its URL, the place of its index, and of its cache.
+        fields: Those of `request` that are the user's values, encoded.
+        ranks: This rank and how many there are; None: one process alone.
+        epoch: Another one than before if what was frozen may hold other bytes now, rightly.
+        core: Where the main thread of the trainer's process ran last.
+    """
+
+    repository: tuple[str, str | None, str | None]
+    head: Head
+    request: CommitRequest
+    fields: CommitFields
+    rows: Rows
+    ranks: tuple[int, int] | None
+    epoch: int
+    core: int | None
+    limits: Limits
+    log_level: int
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def sent_request(request: CommitRequest) -> tuple[CommitRequest, CommitFields]:
+    """`request` without what stays here, and what of it was encoded.
+
+    Raises:
+        InvalidInputError: as for `checked_fields`.
+    """
+    plain = replace(
+        request, head=None, look=None, announce=None, step=None, metrics={}, meta=None, parents=(), came_from=None,
+        lineage=(), provenance=False, command=list(map(str, sys.argv if request.command is None else request.command)),
+        folder=working_folder() if request.folder is None else request.folder,
+    )  # fmt: skip
+    return plain, checked_fields(request)
+
+
+def received_request(request: CommitRequest, fields: CommitFields, **own: Any) -> CommitRequest:
+    """The request that `sent_request` was given, with the fields `own`."""
+    provenance = None if fields.provenance is None else decode_value(fields.provenance)
+    return replace(
+        request, **own, message=fields.message, author=fields.author, step=fields.step, metrics=fields.metrics,
+        meta=None if fields.meta is None else decode_value(fields.meta), lineage=decoded_lineage(fields.lineage),
+        provenance=False if provenance is None else provenance, parents=fields.parents, came_from=fields.came_from,
+    )  # fmt: skip
+
+
+# --- trees ------------------------------------------------------------------------------------
 
 
 class Identities:
@@ -41,7 +102,7 @@ class Identities:
         self._seen: dict[Hashable, int] = {}
         self._next = 0
 
-    def pack(self, identity: tuple[Any, ...] | None) -> list[Any] | None:
+    def number(self, identity: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
         """(memory, version) as numbers."""
         if identity is None:
             return None
@@ -51,171 +112,152 @@ class Identities:
             number, self._next = self._next, self._next + 1
         self._seen[memory] = number
         self._numbers[memory] = number
-        return [number, list(version) if isinstance(version, tuple) else version]
+        return number, version
 
     def end_tree(self) -> None:
         """Forget memory that was not in the tree."""
         self._numbers, self._seen = self._seen, {}
 
 
-def pack_tree(
-    tree: Container, *, identities: Identities, pack_source: Callable[[TensorItem], Any], allow_pickle: bool
-) -> list[Any]:
+def sent_tree(
+    tree: Container, *, identities: Identities, sent_source: Callable[[TensorItem], ArraySource], allow_pickle: bool
+) -> Rows:
     """`tree` as rows.
 
     Args:
-        pack_source: What the other side makes the source of a tensor from.
+        sent_source: What is sent in the place of the source of a tensor.
     Raises:
         UnsupportedValueError: names the key.
     """
-    rows: list[Any] = []
+    rows: Rows = []
     waiting: list[tuple[Item, int, Any, tuple[Any, ...]]] = [(tree, -1, "", ())]
+
+    def encoded(value: Any, path: tuple[Any, ...]) -> bytes:
+        return encode_value(value, key=render_key(path), allow_pickle=allow_pickle)
+
     while waiting:
         item, parent, name, path = waiting.pop()
         if isinstance(item, Container):
-            versions = None if item.versions is None else dict(item.versions)
-            rows.append(["c", parent, name, item.kind, *_packed_attrs(item, path, allow_pickle), versions])
-            own = len(rows) - 1
-            waiting.extend((child, own, below, (*path, below)) for below, child in reversed(item.children.items()))
+            below = reversed(item.children.items())
+            waiting.extend((child, len(rows), name, (*path, name)) for name, child in below)
+            attrs = item.attrs
+            if attrs is not None and not isinstance(attrs, EncodedValue):
+                attrs = encoded(attrs, path)
+            item = Container(item.kind, {}, attrs, None if item.versions is None else dict(item.versions))
         elif isinstance(item, TensorItem):
-            placement = None if item.placement is None else pack_placement(item.placement)
-            rows.append([
-                "t", parent, name, item.spec.dtype, list(item.spec.shape), str(item.flavor),
-                identities.pack(item.identity), placement, item.order, pack_source(item),
-            ])  # fmt: skip
-        elif isinstance(item, EncodedValue):
-            rows.append(["v", parent, name, item.data])
+            item = replace(item, identity=identities.number(item.identity), source=sent_source(item))
         elif isinstance(item, ValueItem):
-            data = encode_value(item.value, key=render_key(path), allow_pickle=allow_pickle)
-            rows.append(["v", parent, name, data])
-        else:
+            item = EncodedValue(encoded(item.value, path))
+        elif not isinstance(item, EncodedValue):
             raise InternalError(f"{render_key(path)}: a {type(item).__name__} cannot be committed")
+        rows.append((parent, name, item))
     identities.end_tree()
     return rows
 
 
-def _packed_attrs(container: Container, path: tuple[Any, ...], allow_pickle: bool) -> list[Any]:
-    attrs = container.attrs
-    if attrs is None:
-        return [None, False]
-    if isinstance(attrs, EncodedValue):
-        return [attrs.data, True]
-    data = encode_value(attrs, key=render_key(path), allow_pickle=allow_pickle)
-    return [data, False]
-
-
-def unpack_tree(rows: list[Any], make_source: Callable[[Spec, Any], ArraySource]) -> Container:
-    """The tree that `pack_tree` packed.
-
-    Args:
-        make_source: The source of a tensor, from what `pack_source` made of it.
-    """
-    containers: dict[int, Container] = {}
-    for at, (code, parent, name, *rest) in enumerate(rows):
-        made: Item
-        if code == "c":
-            kind, data, is_encoded, versions = rest
-            attrs = None if data is None else EncodedValue(data) if is_encoded else _decoded_attrs(data)
-            made = containers[at] = Container(kind, {}, attrs, versions)
-        elif code == "t":
-            dtype, shape, flavor, identity, placement, order, source = rest
-            spec = Spec(dtype, tuple(shape))
-            made = TensorItem(
-                spec, make_source(spec, source), Flavor(flavor), _identity(identity),
-                None if placement is None else unpack_placement(placement), order if order is None else tuple(order),
-            )  # fmt: skip
-        else:
-            made = EncodedValue(rest[0])
+def received_tree(served: Served, rows: Rows) -> Container:
+    """The tree that `sent_tree` was given, with sources of this process."""
+    items: list[Item] = []
+    for parent, name, item in rows:
+        if isinstance(item, Container) and isinstance(item.attrs, bytes):
+            item = replace(item, attrs=_decoded(item.attrs))
+        elif isinstance(item, TensorItem):
+            item.source = _received_source(served, item)
+        items.append(item)
         if parent >= 0:
-            containers[parent].children[name] = made
-    return containers[0]
+            cast(Container, items[parent]).children[name] = item
+    return cast(Container, items[0])
 
 
-def _decoded_attrs(data: bytes) -> Any:
+def _decoded(attrs: bytes) -> Any:
     try:
-        return decode_value(data)
+        return decode_value(attrs)
     except UnsupportedValueError:  # pickled: they are stored as they are
-        return EncodedValue(data)
+        return EncodedValue(attrs)
 
 
-def _identity(packed: Any) -> tuple[Any, ...] | None:
-    if packed is None:
-        return None
-    number, version = packed
-    return number, tuple(version) if isinstance(version, list) else version
+# --- sources ----------------------------------------------------------------------------------
 
 
-def pack_request(request: CommitRequest) -> dict[str, Any]:
-    """`request` without its head and callbacks.
+@dataclass(frozen=True, slots=True)
+class LentSource:
+    """A tensor, or a rank's pieces of it: the elements of each box, raw and in C order."""
 
-    Raises:
-        InvalidInputError: as for `checked_fields`.
-    """
-    checked = checked_fields(request)
-    packed = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in _OWN_WAY}
-    packed["frozen"] = None if request.frozen is None else _listed(request.frozen)
-    packed["frozen_keys"] = sorted(request.frozen_keys)
-    packed["other_parents"] = list(request.other_parents)
-    packed["command"] = list(map(str, sys.argv if request.command is None else request.command))
-    packed["folder"] = working_folder() if request.folder is None else request.folder
-    packed |= {each.name: getattr(checked, each.name) for each in fields(checked)}
-    return packed
+    pieces: tuple[tuple[Box, Array], ...]
+    item_bytes: int
 
+    @property
+    def is_private(self) -> bool:
+        """See `StagedSource`."""
+        return True
 
-def _listed(patterns: Any) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`."""
+        return elements_of(self.pieces, box, self.item_bytes)
 
-
-def unpack_request(packed: dict[str, Any], **own: Any) -> CommitRequest:
-    """The request that `pack_request` packed, with the fields `own`."""
-    given = dict(packed)
-    provenance = given.pop("provenance")
-    return CommitRequest(
-        **own,
-        frozen_keys=frozenset(given.pop("frozen_keys")),
-        meta=_decoded(given.pop("meta")),
-        other_parents=tuple(map(Digest, given.pop("other_parents"))),
-        lineage=decoded_lineage(given.pop("lineage")),
-        provenance=False if provenance is None else _decoded(provenance),
-        **given,
-    )
+    def saved(self) -> None:
+        """See `StagedSource`."""
 
 
-def _decoded(data: bytes | None) -> Any:
-    return None if data is None else decode_value(data)
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Boxes, and where each begins in lent memory."""
+
+    memory: int
+    boxes: tuple[tuple[Box, int], ...]
 
 
-def pack_head(head: Head) -> list[Any]:
-    """`head` as a plain value."""
-    return [head.branch, head.commit, list(head.parts)]
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A source that stays in the trainer's process: its number, and whether it sums."""
+
+    number: int
+    is_summing: bool
 
 
-def unpack_head(packed: Any) -> Head:
-    """What `pack_head` packed."""
-    branch, commit, parts = packed
-    return Head(branch, commit, tuple(parts))
+class RemoteSource:
+    """A tensor that the trainer's process copies a box of whenever one is read."""
+
+    def __init__(self, served: Served, number: int, spec: Spec) -> None:
+        self._served, self._number = served, number
+        self._spec = spec
+        self._dtype = raw_dtype(spec.item_bytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """See `FileBackedSource`: what the trainer's process holds for a thread of the worker."""
+        return math.prod(grid_for(self._spec).cell) * self._spec.item_bytes
+
+    @property
+    def is_private(self) -> bool:
+        """See `StagedSource`: what is copied here is a copy already, but of a moment when it may be live."""
+        return False
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`."""
+        name = self._served.ask(READ, self._number, box, threading.get_ident())
+        return np.frombuffer(self._served.memory(name), self._dtype, box.num_elements).reshape(box.sizes)
+
+    def saved(self) -> None:
+        """See `StagedSource`."""
+        self._served.ask(SAVED, self._number)
 
 
-def pack_commit(made: CommitInfo) -> dict[str, Any]:
-    """`made` as a plain value."""
-    packed = {each.name: getattr(made, each.name) for each in fields(made)}
-    packed["meta"] = _encoded(made.meta)
-    packed["stats"] = asdict(made.stats)
-    packed["lineage"] = [[each.kind, each.target, _encoded(each.meta)] for each in made.lineage]
-    return packed
+class SummedSource(RemoteSource):
+    """One that the trainer's process sums where it is, such as on a device."""
+
+    def sums(self, box: Box) -> Array | None:
+        """See `SummingSource`."""
+        found: Array | None = self._served.ask(SUMS, self._number, box)
+        return found
 
 
-def unpack_commit(packed: dict[str, Any]) -> CommitInfo:
-    """What `pack_commit` packed."""
-    given = dict(packed)
-    return CommitInfo(
-        parents=tuple(given.pop("parents")),
-        meta=_decoded(given.pop("meta")),
-        stats=CommitStats(**given.pop("stats")),
-        lineage=tuple(decoded_lineage(given.pop("lineage"))),
-        **given,
-    )
-
-
-def _encoded(value: Any) -> bytes | None:
-    return None if value is None else encode_value(value, key="commit metadata")
+def _received_source(served: Served, item: TensorItem) -> ArraySource:
+    sent: Any = item.source
+    if isinstance(sent, Remote):
+        return (SummedSource if sent.is_summing else RemoteSource)(served, sent.number, item.spec)
+    if not isinstance(sent, Lent):
+        return item.source
+    memory, dtype = served.memory(sent.memory), raw_dtype(item.spec.item_bytes)
+    pieces = [(box, np.frombuffer(memory, dtype, box.num_elements, begin)) for box, begin in sent.boxes]
+    return LentSource(tuple((box, each.reshape(box.sizes)) for box, each in pieces), item.spec.item_bytes)

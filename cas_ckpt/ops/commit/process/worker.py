@@ -3,11 +3,12 @@
     1. the process is started when the first commit wants it, and again when it has died
     2. the arenas that a state was staged in are lent to it; it keeps them mapped as long as the pool keeps them
     3. `commit` sends tree and request, and answers what the worker asks until the commit is made or has failed
-    4. the worker died: whether the ref was swapped is looked up, or received from rank 0, so that "not made" is true;
-       the other ranks receive a commit that was made
+    4. `_decide`, in one place, says whether the commit exists: received from rank 0, or announced here by a worker
+       that came to its end; of one that died, whether the ref was swapped is looked up, so that "not made" is true,
+       and the other ranks receive a commit that was made
 
-Invariant: `handle.head` moves if and only if the commit is made. An error of the worker is raised here as what it is;
-its traceback goes to the log (DEBUG). Knows nothing of torch.
+Invariant: `handle.head` moves if and only if the commit is made. An error of the worker is raised here as what it is.
+Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,7 +28,7 @@ from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import CkptError, InternalError, InvalidInputError, PeerError, WorkerError
 from cas_ckpt.memory import current_limits
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -42,21 +42,23 @@ from cas_ckpt.ops.commit.outcome import (
 )
 from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH
 from cas_ckpt.ops.commit.process.packing import (
+    READ,
+    SAVED,
+    SUMS,
     Identities,
-    pack_head,
-    pack_request,
-    pack_tree,
-    unpack_commit,
-    unpack_head,
+    Job,
+    Lent,
+    LentSource,
+    Remote,
+    sent_request,
+    sent_tree,
 )
-from cas_ckpt.ops.commit.process.sources import READ, SAVED, SUMS
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, WorkFailed
+from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, unpacked_error
 from cas_ckpt.transfer.hashing import SummingSource, as_raw
 from cas_ckpt.transfer.peers import SOLO, Peers, report_instead
-from cas_ckpt.transfer.sent_errors import pack_error, packed_traceback, unpack_error
 from cas_ckpt.transfer.staging import Arena
 from cas_ckpt.transfer.workers import core_of_main_thread
 
@@ -162,7 +164,7 @@ class CommitWorker:
         try:
             return self._attempt(*given)
         except ChildEnded as ended:
-            return self._after_death(request, None, peers, ended)
+            return self._decide(None, request, peers, ended=ended)
 
     def _attempt(
         self, tree: Container, request: CommitRequest, arenas: Sequence[Arena], peers: Peers,
@@ -172,24 +174,19 @@ class CommitWorker:
         child = self._started()
         asked = _Asked(self, child, request, peers, progress, check)
         try:
-            try:
-                work = self._packed(child, tree, request, arenas, peers, self._frozen_epoch(memory), asked)
-                made, head = child.run(work, answer=asked.answer, note=asked.note, pack_error=pack_error)
-            finally:
-                asked.end()
-        except WorkFailed as failed:
-            _LOGGER.debug("the worker process %d failed:\n%s", child.pid, packed_traceback(failed.packed))
-            error = unpack_error(failed.packed)
-            raise error from error.__cause__
+            job = self._job(child, tree, request, arenas, peers, self._frozen_epoch(memory), asked)
+            branch = child.run(job, answer=asked.answer, note=asked.note)
         except ChildEnded as ended:
             if not ended.had_begun:
                 raise
-            return self._after_death(request, asked, peers, ended)
-        self._handle.head = unpack_head(head)
+            return self._decide(asked, request, peers, ended=ended)
+        finally:
+            asked.end()
+        made = self._decide(asked, request, peers, branch=branch)
         if memory is not None:
             memory.forget()  # what a commit here trusts was seen before this one
             self._frozen = memory, memory.num_changes
-        return unpack_commit(made)
+        return made
 
     def _frozen_epoch(self, memory: FrozenMemory | None) -> int:
         """Another number than the last time if what was frozen may hold other bytes now, rightly."""
@@ -205,29 +202,28 @@ class CommitWorker:
             self._discard()
         return self.start()
 
-    def _packed(
+    def _job(
         self, child: ChildProcess, tree: Container, request: CommitRequest, arenas: Sequence[Arena], peers: Peers,
-        era: int, asked: _Asked,
-    ) -> dict[str, Any]:  # fmt: skip
+        epoch: int, asked: _Asked,
+    ) -> Job:  # fmt: skip
         handle = self._handle
         names = [self._lend(child, arena) for arena in arenas]
 
-        def pack_source(item: TensorItem) -> Any:
+        def sent_source(item: TensorItem) -> Any:
             source = item.source
             if isinstance(source, Staged) and source.is_private and source.places:
-                return _packed_places(source, names, item)
+                return _sent_places(source, names, item)
             return asked.number(source, item)
 
-        rows = pack_tree(
-            tree, identities=self._identities, pack_source=pack_source, allow_pickle=request.allow_pickle
+        rows = sent_tree(
+            tree, identities=self._identities, sent_source=sent_source, allow_pickle=request.allow_pickle
         )  # fmt: skip
-        return {
-            "repository": [handle.store.url, handle.index_place, _cache(handle)],
-            "head": pack_head(handle.head), "request": pack_request(request), "tree": rows,
-            "peers": None if peers is SOLO else [peers.rank, peers.size],
-            "era": era, "core": core_of_main_thread(), "limits": asdict(current_limits()),
-            "log_level": _LOGGER.getEffectiveLevel(),
-        }  # fmt: skip
+        cache = None if handle.cache_place is None else os.fspath(handle.cache_place)
+        return Job(
+            (handle.store.url, handle.index_place, cache), handle.head, *sent_request(request), rows,
+            None if peers is SOLO else (peers.rank, peers.size), epoch, core_of_main_thread(), current_limits(),
+            _LOGGER.getEffectiveLevel(),
+        )  # fmt: skip
 
     def _lend(self, child: ChildProcess, arena: Arena) -> int:
         """The name of `arena`, which the child has mapped as it is now."""
@@ -253,15 +249,22 @@ class CommitWorker:
             except ChildEnded:
                 pass  # and its mappings with it
 
-    def _after_death(self, request: CommitRequest, asked: _Asked | None, peers: Peers, ended: ChildEnded) -> CommitInfo:
-        """The commit, if it was made before the child died or is made without it; all ranks are told, if they were not.
+    def _decide(
+        self, asked: _Asked | None, request: CommitRequest, peers: Peers, *, branch: str | None = None,
+        ended: ChildEnded | None = None,
+    ) -> CommitInfo:  # fmt: skip
+        """The commit, if there is one; `handle.head` is moved to it, and all ranks are told that have not heard.
 
+        Args:
+            asked: What the worker asked; None: it did not begin.
+            branch: Where the worker, which came to its end, put it. ended: How the worker died before that.
         Raises:
-            WorkerError: it was not. PeerError: it was, but not all ranks could be told; or another rank failed.
+            WorkerError: it is not made. PeerError: it is, but not all ranks could be told; or another rank failed.
         """
-        self._discard()
         handle = self._handle
-        handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
+        if ended is not None:
+            self._discard()
+            handle.forget_chunks()  # packs may be durable that the index does not have: the next commit looks
         outcome = None if asked is None else asked.last_outcome()
         if isinstance(outcome, PeerError):
             raise outcome from ended  # as all ranks do: nobody waits for what this one would report
@@ -269,28 +272,35 @@ class CommitWorker:
             made, branch = outcome
             handle.head = Head(branch, made.id)
         else:
-            branch = request.branch or handle.head.branch or handle.default_branch
-            digest, data = self._published(asked, branch, ended)
+            branch = branch or request.branch or handle.head.branch or handle.default_branch
+            digest, data = self._announced(asked, branch, ended)
             made = info_from_row(commit_row(digest, data))
             handle.head = Head(branch, made.id)
-            if asked is not None and asked.lost is not None:
-                raise outcome_not_received(made, branch, asked.lost)
-            broadcast_outcome(peers, made_message(digest, data, branch))  # the last that the worker would have done
-        _LOGGER.warning("commit %s is made, but its worker died right after: %s", short(bytes.fromhex(made.id)), ended)
+            if ended is not None:  # the worker would have done this last
+                if asked is not None and asked.lost is not None:
+                    raise outcome_not_received(made, branch, asked.lost)
+                broadcast_outcome(peers, made_message(digest, data, branch))
+        if ended is not None:
+            _LOGGER.warning("commit %s is made, but its worker died right after: %s", made.id[:SHORT_HEX], ended)
         return made
 
-    def _published(self, asked: _Asked | None, branch: str, ended: ChildEnded) -> tuple[Digest, bytes]:
-        """The commit that the child made, as it announced it; it has died.
+    def _announced(self, asked: _Asked | None, branch: str, ended: ChildEnded | None) -> tuple[Digest, bytes]:
+        """The commit that the worker announced, which exists.
 
         Raises:
             WorkerError: it made none, or that cannot be found out. PeerError: it made none, and all ranks know why.
         """
+        announced = None if asked is None else asked.announced
+        if ended is None:
+            if announced is None:
+                raise InternalError("a worker process has made a commit that it did not announce")
+            return announced
         not_made: CkptError = WorkerError(f"the commit is not made: its worker {ended}; commit again")
         if asked is not None and asked.lost is not None:
             not_made = asked.lost
-        if asked is None or asked.published is None:
+        if announced is None:
             raise not_made from ended
-        digest = asked.published[0]
+        digest = announced[0]
         try:
             is_made = was_published(self._handle, branch, digest)
         except CkptError as error:
@@ -300,7 +310,7 @@ class CommitWorker:
             ) from error
         if not is_made:
             raise not_made from ended
-        return asked.published
+        return announced
 
     def _discard(self) -> None:
         child, self._child = self._child, None
@@ -319,33 +329,22 @@ class CommitWorker:
         self._discard()
 
 
-def _cache(handle: RepositoryHandle) -> str | None:
-    place = handle.cache_place
-    return None if place is None else os.fspath(place)
-
-
-def _packed_places(source: Staged, names: Sequence[int], item: TensorItem) -> list[Any]:
+def _sent_places(source: Staged, names: Sequence[int], item: TensorItem) -> Lent | LentSource:
     numbers = {number for number, _ in source.places}
     if numbers == {-1}:
-        held = [
-            [list(box.offsets), list(box.sizes), as_raw(item.source.read(box), item.spec.item_bytes).tobytes()]
-            for box in source.boxes
-        ]  # fmt: skip
-        return ["held", held]
+        item_bytes = item.spec.item_bytes
+        return LentSource(tuple((box, as_raw(item.source.read(box), item_bytes)) for box in source.boxes), item_bytes)
     if len(numbers) != 1:
         raise InternalError("one tensor is staged in several arenas")
-    boxes = [
-        [list(box.offsets), list(box.sizes), begin]
-        for box, (_, begin) in zip(source.boxes, source.places, strict=True)
-    ]  # fmt: skip
-    return ["lent", names[numbers.pop()], boxes]
+    begins = [begin for _, begin in source.places]
+    return Lent(names[numbers.pop()], tuple(zip(source.boxes, begins, strict=True)))
 
 
 class _Asked:
     """Answers what the worker asks while it makes one commit.
 
     Attributes:
-        published: The commit that the ref was about to be swapped to, id and bytes; None: it has not come so far.
+        announced: The commit that the ref was about to be swapped to, id and bytes; None: it has not come so far.
         lost: How the work with the other ranks has ended before.
     """
 
@@ -360,20 +359,20 @@ class _Asked:
         self._sources: list[tuple[ArraySource, int]] = []
         self._numbers: dict[int, int] = {}
         self._slots: dict[int, tuple[Arena, int]] = {}
-        self.published: tuple[Digest, bytes] | None = None
+        self.announced: tuple[Digest, bytes] | None = None
         self._has_gathered = False  # what rank 0 has gathered, which tells all ranks now what came of it
         self._last_message: bytes | None = None
         self.lost: PeerError | None = None
 
-    def number(self, source: ArraySource, item: TensorItem) -> list[Any]:
+    def number(self, source: ArraySource, item: TensorItem) -> Remote:
         """The source as the worker is told of it: its number, and whether it sums."""
         number = self._numbers.get(id(source))
         if number is None:
             number = self._numbers[id(source)] = len(self._sources)
             self._sources.append((source, item.spec.item_bytes))
-        return ["asked", number, isinstance(source, SummingSource)]
+        return Remote(number, isinstance(source, SummingSource))
 
-    def answer(self, name: str, arguments: list[Any]) -> Any:
+    def answer(self, name: str, arguments: Sequence[Any]) -> Any:
         """See `child_process.Answer`."""
         if name == READ:
             return self._read(*arguments)
@@ -381,10 +380,9 @@ class _Asked:
             report = getattr(self._sources[arguments[0]][0], "saved", None)
             return None if report is None else report()
         if name == SUMS:
-            number, offsets, sizes = arguments
+            number, box = arguments
             source = self._sources[number][0]
-            found = source.sums(Box(tuple(offsets), tuple(sizes))) if isinstance(source, SummingSource) else None
-            return None if found is None else found.tobytes()
+            return source.sums(box) if isinstance(source, SummingSource) else None
         if name == PEERS:
             return self._collective(*arguments)
         if name in (LOOK, PUBLISH):
@@ -393,14 +391,13 @@ class _Asked:
             self._check()
             if name == LOOK:
                 return None
-            self.published = Digest(arguments[0]), arguments[1]
+            self.announced = arguments[0], arguments[1]
             return None
         raise InternalError(f"a worker process asks for {name!r}, which nobody knows here")
 
-    def _read(self, number: int, offsets: list[int], sizes: list[int], thread: int) -> int:
+    def _read(self, number: int, box: Box, thread: int) -> int:
         """The name of memory that begins with the elements of a box; the thread's own until it asks again."""
         source, item_bytes = self._sources[number]
-        box = Box(tuple(offsets), tuple(sizes))
         array = as_raw(source.read(box), item_bytes)
         arena, name = self._slots.get(thread, (None, -1))
         if arena is None or arena.num_bytes < array.nbytes:
@@ -415,16 +412,16 @@ class _Asked:
         np.copyto(memory.view(array.dtype).reshape(array.shape), array)
         return name
 
-    def _collective(self, method: str, arguments: list[Any], named: Mapping[str, Any]) -> Any:
+    def _collective(self, method: str, message: Any, named: Mapping[str, Any]) -> Any:
         if method == "fail":
             self._has_gathered, self._last_message = False, None
-            report_instead(self._peers, unpack_error(arguments[0]))
+            report_instead(self._peers, unpacked_error(message))
             return None
         if method not in _METHODS:
             raise InternalError(f"a worker process asks for the collective {method!r}, which nobody knows here")
         had_given, self._has_gathered, self._last_message = self._has_gathered, False, None
         try:
-            found = getattr(self._peers, method)(*arguments, **named)
+            found = getattr(self._peers, method)(message, **named)
         except PeerError as error:
             self.lost = error
             raise
@@ -445,7 +442,7 @@ class _Asked:
             self._last_message = broadcast_outcome(self._peers, None)
         return None if self._last_message is None else read_outcome(self._last_message)
 
-    def note(self, name: str, arguments: list[Any]) -> None:
+    def note(self, name: str, arguments: Sequence[Any]) -> None:
         """See `child_process.Note`. What it raises ends the commit, at the latest when it is to be published."""
         try:
             self._check()
@@ -454,15 +451,15 @@ class _Asked:
             self._unwanted = self._unwanted or error
             raise
 
-    def _note(self, name: str, arguments: list[Any]) -> None:
+    def _note(self, name: str, arguments: Sequence[Any]) -> None:
         if name == PROGRESS:
             method, *values = arguments
             getattr(self._progress, method)(*values)
         elif name == LOG:
-            logger, level, text = arguments
-            to = logging.getLogger(logger)
-            if to.isEnabledFor(level):
-                to.handle(to.makeRecord(logger, level, "(worker process)", 0, "%s", (text,), None))
+            record = arguments[0]
+            to = logging.getLogger(record.name)
+            if to.isEnabledFor(record.levelno):
+                to.handle(record)
 
     def end(self) -> None:
         """The commit is over: its slots are taken back."""
