@@ -121,11 +121,15 @@ def test_a_full_disk_that_nobody_asked_about_is_told_by_the_next_commit(caplog: 
 
 PROGRAM = """
     import os, signal, sys, threading, torch
+    from concurrent.futures import ThreadPoolExecutor
+
+    import cas_ckpt
     from cas_ckpt import Repository
     from tests.crash.test_background import state_of, spoil
 
     repo = Repository.open(sys.argv[1], group=None)
     state = state_of(2)
+    other = ThreadPoolExecutor(1)  # has the turn of the repository, where a commit is not to begin
 """
 
 
@@ -163,7 +167,7 @@ def test_what_is_not_made_before_the_interpreter_ends_is_named(path: Path) -> No
     done = run(path, """
         from cas_ckpt.training.background import queue
         queue.EXIT_TIMEOUT_S = 0.5
-        repo._committing.acquire()  # so that it never gets its turn
+        other.submit(repo._committing.acquire).result()  # so that it never gets its turn
         repo.commit_async(state, step=2)
     """)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -175,7 +179,7 @@ def test_what_is_not_made_before_the_interpreter_ends_is_named(path: Path) -> No
 def test_a_child_has_nothing_of_its_parents_pending_commits(path: Path) -> None:
     done = run(path, """
         from cas_ckpt import InvalidInputError
-        repo._committing.acquire()
+        other.submit(repo._committing.acquire).result()
         pending = repo.commit_async(state, step=2)
         pid = os.fork()
         if not pid:
@@ -191,7 +195,7 @@ def test_a_child_has_nothing_of_its_parents_pending_commits(path: Path) -> None:
             repo.commit(state_of(4), step=4, branch="heir", options=cas_ckpt.CommitOptions(orphan=True))
             sys.exit(0)  # as ends that run what is left to be done at the end
         assert os.waitpid(pid, 0)[1] == 0
-        repo._committing.release()
+        other.submit(repo._committing.release).result()
         spoil(state)
         pending.result()
         repo.close()
@@ -206,19 +210,19 @@ def test_a_child_has_nothing_of_its_parents_pending_commits(path: Path) -> None:
 @pytest.mark.slow
 def test_a_child_that_is_forked_while_a_commit_is_pending_commits_in_the_background_by_itself(path: Path) -> None:
     done = run(path, """
-        repo._committing.acquire()
+        other.submit(repo._committing.acquire).result()
         pending = repo.commit_async(state, step=2)
         pid = os.fork()
         if not pid:
             signal.alarm(30)  # rather than wait for a thread that is not there
             own = state_of(3)
-            made = repo.commit_async(own, step=3, branch="child", orphan=True)
+            made = repo.commit_async(own, step=3, branch="child", options=cas_ckpt.CommitOptions(orphan=True))
             spoil(own)
             assert made.result().step == 3
             repo.close()
             os._exit(0)
         status = os.waitpid(pid, 0)[1]
-        repo._committing.release()
+        other.submit(repo._committing.release).result()
         assert status == 0
         spoil(state)
         pending.result()

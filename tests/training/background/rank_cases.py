@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -166,7 +167,7 @@ def killed(path: str, when: str) -> list[str]:
     if rank and when == "before":
         die()
     if rank:
-        repo._committing.acquire()  # its commit does not begin
+        ThreadPoolExecutor(1).submit(repo._committing.acquire).result()  # its commit does not begin
     pending = repo.commit_async(state, step=2)
     if rank:
         die()
