@@ -10,11 +10,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cas_ckpt import clock
-from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name
@@ -22,6 +20,9 @@ from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, N
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import Store
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.handle import RepositoryHandle
 
 VERSION = 1
 TIERS_KEY = "tiers"
@@ -115,6 +116,8 @@ def unpushed(handle: RepositoryHandle) -> dict[str, list[str]]:
     """
     if not handle.store.abilities.local:
         return {}
+    from cas_ckpt.core.live import unpushed_by_tier  # brings SQLAlchemy, which a plain log does without
+
     return {name: sorted(one.hex() for one in found) for name, found in unpushed_by_tier(handle).items()}
 
 
