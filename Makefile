@@ -2,7 +2,7 @@
 #
 #   make demo    train, be killed in the middle of a commit, resume bit-exact, branch; under three minutes
 #   make test    the test suite            make check   ruff, mypy --strict, import contracts
-#   make test-fast  the rooms below the verbs, without what is slow: about a minute
+#   make test-fast  the rooms below the verbs, without what is slow: about two minutes
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
 #   make search  the long searches with all their numbers, of which `make test` tries a part
 #   make soak    tests that take minutes: a simulated year, a hundred thousand schedules

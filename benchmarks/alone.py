@@ -23,7 +23,7 @@ from cas_ckpt import Repository
 from cas_ckpt.ops.commit import commit as frame
 from cas_ckpt.ops.commit.ranks import save_on_ranks
 from cas_ckpt.ops.commit.request import checked_fields
-from cas_ckpt.transfer.peers import SOLO
+from cas_ckpt.parallel.peers import SOLO
 
 WARM_UP = 2
 CASES = ((1, 512 * 512, "one", 40), (1000, 1024, "all", 15), (1000, 1024, "one", 15), (4, 16 << 20, "none", 7))

@@ -26,10 +26,10 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
 from cas_ckpt.transfer.hashing import Summed, checksums
-from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks
 
 NUM_BYTES = 256 << 20

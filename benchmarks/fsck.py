@@ -36,7 +36,7 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.fsck.report import FsckReport
-from cas_ckpt.transfer.workers import default_threads
+from cas_ckpt.parallel.workers import default_threads
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "checking.md"
 

@@ -35,7 +35,7 @@ from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.ops.commit import merge_states as union
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.divided import written_bytes
 from tests.thread_peers import run_ranks
 

@@ -14,9 +14,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.state import Container, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, stored_arrays
 from tests.thread_peers import run_ranks
 

@@ -21,7 +21,7 @@ from cas_ckpt.memory import (
     memory_budget,
     new_buffer,
 )
-from cas_ckpt.transfer.workers import map_all, one_ahead
+from cas_ckpt.parallel.workers import map_all, one_ahead
 
 GB, MB = 1000**3, 1000**2
 

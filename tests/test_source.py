@@ -187,11 +187,11 @@ class Rule:
         return not any(inside == place or inside.startswith(f"{place}/") for place in self.allowed)
 
 
-MAY_START_THREADS = ("transfer", "testing", "storage/part_workers.py")
+MAY_START_THREADS = ("parallel", "testing", "storage/part_workers.py")
 
 RULES = (
-    Rule("only training, dcp and files import torch", imports_of("torch"), "def f():\n    from torch import nn",
-         ("training", "dcp", "files.py")),
+    Rule("only training, dcp and formats import torch", imports_of("torch"), "def f():\n    from torch import nn",
+         ("training", "dcp", "formats")),
     Rule("only index imports sqlalchemy", imports_of("sqlalchemy", "alembic"), "import sqlalchemy.orm", ("index",)),
     Rule("ssh-keygen does what is done with keys", imports_of("cryptography", "bcrypt"), "import cryptography.x509"),
     Rule("only stores import cloud SDKs", imports_of(*CLOUD_SDKS), "import boto3", ("storage",)),
@@ -199,7 +199,7 @@ RULES = (
          ("cli", "native.py")),
     Rule("only clock.py reads the time", reads_the_time, "import datetime\ndatetime.datetime.now()", ("clock.py",)),
     Rule("nobody imports time but clock.py", reads_the_time, "from time import monotonic", ("clock.py",)),
-    Rule("threads start in transfer, and for the parts of one value", starts_threads,
+    Rule("threads start in parallel, and for the parts of one value", starts_threads,
          "import threading\nthreading.Thread()", MAY_START_THREADS),
     Rule("executors too", starts_threads, "from concurrent.futures import ThreadPoolExecutor", MAY_START_THREADS),
     Rule("messages of the library speak Python", gives_command_lines,
@@ -213,10 +213,10 @@ RULES = (
     Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')",
          ("cli", "__main__.py", "progress.py")),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
-         ("objects/values_encode.py", "objects/values.py", "dcp/folder/export.py",
-          "transfer/child_process.py", "training/pickles.py")),  # what its unpickler may call is on a list
+         ("objects/values_encode.py", "objects/values.py", "formats/dcp_export.py",
+          "parallel/child_process.py", "formats/pickles.py")),  # what its unpickler may call is on a list
     Rule("torch's private names have one home", private_names_of_torch, "import torch\ntorch._neg_view(tensor)",
-         ("training/torch_internals.py", "storage", "transfer")),  # the rooms below know no torch
+         ("training/torch_internals.py", "storage", "transfer", "parallel")),  # the rooms below know no torch
     Rule("torch.load never runs a pickle's code", lambda tree: unsafe_loads(tree), "torch.load(path)"),
 )  # fmt: skip
 

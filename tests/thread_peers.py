@@ -27,8 +27,8 @@ from typing import Any, Literal, TypeVar, overload
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError
-from cas_ckpt.transfer import peers as blame
-from cas_ckpt.transfer.peers import Blame, Peers
+from cas_ckpt.parallel import peers as blame
+from cas_ckpt.parallel.peers import Blame, Peers
 
 T = TypeVar("T")
 

@@ -132,7 +132,7 @@ def read(
         raise ConflictError(f"{path} is there already: choose another name, or --force")
     with settings.open() as repo, repo.one_look():
         value = repo.read(revision, key, region, trust=given_trust(settings, trust))
-    from cas_ckpt.files import as_lists, write_value
+    from cas_ckpt.formats.verbs import as_lists, write_value
 
     if path is not None:
         write_value(value, path)

@@ -60,11 +60,11 @@ from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, Location, PackKind, is_pack
+from cas_ckpt.parallel.workers import ahead, map_all
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.workers import ahead, map_all
 from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:

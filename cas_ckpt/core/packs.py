@@ -23,10 +23,10 @@ from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
 from cas_ckpt.objects.hints import MOST_BYTES, Hints, decode_hints, hints_bytes
 from cas_ckpt.objects.pack import ExtentInfo, Location, coalesced
+from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.pack_writer import pack_key
-from cas_ckpt.transfer.workers import map_all
 
 PACKS_PER_BATCH = 256
 BYTES_PER_BATCH = 1 << 30

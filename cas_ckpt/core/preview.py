@@ -28,7 +28,7 @@ from cas_ckpt.index import contents
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
 from cas_ckpt.objects.pack import ExtentInfo, Location
-from cas_ckpt.transfer.workers import map_all
+from cas_ckpt.parallel.workers import map_all
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle

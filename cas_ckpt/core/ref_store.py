@@ -41,8 +41,8 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.memory import current_limits
 from cas_ckpt.objects.digest import Digest, seal
+from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.storage.store import ListsVersions, Store, exists, few_keys
-from cas_ckpt.transfer.workers import map_all
 
 if TYPE_CHECKING:
     from cas_ckpt.core.host_cache import RepositoryCache

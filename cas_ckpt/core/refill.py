@@ -18,9 +18,9 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.replacing import CatchUp, Change, beside, replace_rows
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.workers import map_all
 
 
 def refill(store: Store, index: Index, *, progress: Progress = SILENT) -> list[tuple[str, str]]:

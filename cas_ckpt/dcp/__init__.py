@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP) on a repository: `dcp.save`, `dcp.async_save`, `dcp.load`, and DCP folders.
+"""torch.distributed.checkpoint (DCP) on a repository: `dcp.save`, `dcp.async_save`, `dcp.load`.
 
     import torch.distributed.checkpoint as dcp
     from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
@@ -8,11 +8,34 @@
 
 See docs/dcp.md.
 
-    storage/    writers, readers and planners: DCP saves into a repository and loads from it
-    folder/     import and export of the folders that DCP itself writes
+A save goes
 
-Names are imported when they are first used, so that who imports or exports a folder does not load torch.distributed's
-checkpointing. Must not know the command line or the class `Repository`.
+    1. DCP plans on every rank; the writer looks at the repository and takes its turn.
+    2. On every rank the plan and the planner's state become a tree, nested again as it was before DCP flattened it.
+    3. All ranks commit their trees together: the commit is published here, or nowhere.
+    4. On the coordinator, DCP's results are held against the plan.
+
+A load goes
+
+    1. The reader describes the commit to DCP, by flat names; DCP plans reads.
+    2. All ranks read the coordinator's commit; the plan is held against the destinations.
+    3. Every byte is verified, then copied into place.
+
+Files:
+
+    writer.py       `CasStorageWriter`
+    reader.py       `CasStorageReader`; a commit in the words of DCP: `Metadata` by flat name
+    staging.py      copies of states for `dcp.async_save`, each in memory of its own
+    tree.py         a rank's part of a save as a tree; `CasSavePlanner`, `CasLoadPlanner`
+    names.py        the entries of a commit by DCP's flat names
+    optimizers.py   a commit's optimizers, by whatever name a target knows their parameters
+    group.py        the ranks that save together, whose turn it is, and which repository
+    paths.py        `CheckpointPaths`: folders of a training program stand for tags
+
+Names are imported when they are first used, so that `import cas_ckpt.dcp` does not load torch.distributed.
+
+Invariant: a save is whole or not there, a load touches nothing before all was verified. Must not know DCP's own files
+(formats/), the command line or the class `Repository`.
 """
 
 from __future__ import annotations
@@ -21,11 +44,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cas_ckpt.dcp.storage.group import close_groups
-    from cas_ckpt.dcp.storage.paths import CheckpointPaths
-    from cas_ckpt.dcp.storage.reader import CasStorageReader
-    from cas_ckpt.dcp.storage.tree import CasLoadPlanner, CasSavePlanner
-    from cas_ckpt.dcp.storage.writer import CasStorageWriter, StoredEntry
+    from cas_ckpt.dcp.group import close_groups
+    from cas_ckpt.dcp.paths import CheckpointPaths
+    from cas_ckpt.dcp.reader import CasStorageReader
+    from cas_ckpt.dcp.tree import CasLoadPlanner, CasSavePlanner
+    from cas_ckpt.dcp.writer import CasStorageWriter, StoredEntry
     from cas_ckpt.training.stateful import with_names
 
 __all__ = [
@@ -40,13 +63,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CasLoadPlanner": "cas_ckpt.dcp.storage.tree",
-    "CasSavePlanner": "cas_ckpt.dcp.storage.tree",
-    "CasStorageReader": "cas_ckpt.dcp.storage.reader",
-    "CasStorageWriter": "cas_ckpt.dcp.storage.writer",
-    "CheckpointPaths": "cas_ckpt.dcp.storage.paths",
-    "StoredEntry": "cas_ckpt.dcp.storage.writer",
-    "close_groups": "cas_ckpt.dcp.storage.group",
+    "CasLoadPlanner": "cas_ckpt.dcp.tree",
+    "CasSavePlanner": "cas_ckpt.dcp.tree",
+    "CasStorageReader": "cas_ckpt.dcp.reader",
+    "CasStorageWriter": "cas_ckpt.dcp.writer",
+    "CheckpointPaths": "cas_ckpt.dcp.paths",
+    "StoredEntry": "cas_ckpt.dcp.writer",
+    "close_groups": "cas_ckpt.dcp.group",
     "with_names": "cas_ckpt.training.stateful",
 }
 

@@ -8,13 +8,12 @@ what it did or found. Each method of `Repository`, and each command of the comma
     refs.py       branches, tags and pins: made, renamed, deleted, brought back
     history/      questions about commits: log, show, lineage, usage
     diff/         how two commits differ
-    files/        safetensors files and model folders come in and go out
     sync/         commits travel between repositories: push, fetch, pull, clone
     retention/    which commits keep their data: rules, policies, forgetting
     verify.py     who signed a commit or tag
     gc/           data that nothing needs is deleted, packs are rewritten
     fsck/         damage is found and repaired, the index is made anew
 
-Arrows among verbs: diff, files and retention may use commit, checkout, history and gc; nothing else.
+Arrows among verbs: diff and retention may use commit, checkout, history and gc; nothing else.
 May not know: torch, the command line, `Repository`, how several ranks are connected.
 """

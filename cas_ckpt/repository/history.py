@@ -134,7 +134,7 @@ class HistoryVerbs(Opened):
         if isinstance(what, str) or not isinstance(what, (Mapping, PathLike)):
             return nearest_to_commit(self._handle, what, limit=limit)
         if isinstance(what, PathLike):
-            from cas_ckpt.files import file_tree
+            from cas_ckpt.formats.verbs import file_tree
 
             return nearest_to_state(self._handle, file_tree(what), limit=limit)
         from cas_ckpt.training.capture.capture import capture_state

@@ -12,8 +12,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.held_signals import Turn
 from cas_ckpt.ops.commit.options import CommitOptions
+from cas_ckpt.parallel.peers import collective_errors
 from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
-from cas_ckpt.transfer.peers import collective_errors
 from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
+from cas_ckpt.parallel.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
 AUTO = "auto"
 """All ranks of torch.distributed where that is initialised, else this process alone."""

@@ -12,6 +12,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.ops.commit.options import CommitOptions
+from cas_ckpt.parallel.peers import Call, Peers
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.contents import ContentVerbs
 from cas_ckpt.repository.given import Encoding, ProcessGroup, Trusted, given_trust, texts
@@ -24,7 +25,6 @@ from cas_ckpt.repository.signatures import SignatureVerbs
 from cas_ckpt.repository.states import StateVerbs
 from cas_ckpt.repository.upkeep import UpkeepVerbs
 from cas_ckpt.repository.usage import UsageVerbs
-from cas_ckpt.transfer.peers import Call, Peers
 
 
 @reads_arguments

@@ -21,10 +21,10 @@ from cas_ckpt.repository.opened import Opened
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo
     from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.formats.safetensors_export import ExportInfo
     from cas_ckpt.ops.checkout.read import Region
     from cas_ckpt.ops.commit.options import SnapshotKind, WorkerKind
     from cas_ckpt.ops.commit.request import CommitRequest
-    from cas_ckpt.ops.files.export import ExportInfo
     from cas_ckpt.training.background.pending import PendingCommit
     from cas_ckpt.training.verbs import CheckoutReport
 
@@ -309,9 +309,9 @@ class StateVerbs(Opened):
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
-        from cas_ckpt.files import import_any
+        from cas_ckpt.formats.models import request_on
+        from cas_ckpt.formats.verbs import import_any
         from cas_ckpt.ops.commit.request import CommitRequest
-        from cas_ckpt.ops.files.models import request_on
 
         if message is None:
             message = f"import {os.fsencode(path).decode(errors='backslashreplace')}"  # not all names are UTF-8
@@ -351,7 +351,7 @@ class StateVerbs(Opened):
             ConflictError: a file is there already. UnsupportedValueError: names the key that
                 the format cannot hold. InvalidInputError: no such format.
         """
-        from cas_ckpt.files import export_any
+        from cas_ckpt.formats.verbs import export_any
 
         return export_any(
             self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter,

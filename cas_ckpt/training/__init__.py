@@ -25,8 +25,6 @@ Files:
     per_rank.py         `PerRank`, `RNGState`, generators: values that each rank has for itself
     process_group.py    `Peers` over torch.distributed
     connections.py      the connections under it, and who is to blame when they fail
-    torch_file.py       files of torch.save, in and out
-    pickles.py          pickles of strangers: values of torch.save, and plain data
     torch_internals.py  all that is used of torch beside its public interface
     retention_hook.py   `RetentionHook`: housekeeping from within a training loop
 

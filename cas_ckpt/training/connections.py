@@ -46,9 +46,9 @@ import torch
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
-from cas_ckpt.transfer import peers as blame
-from cas_ckpt.transfer.peers import Blame
-from cas_ckpt.transfer.workers import StillRunning, call_within
+from cas_ckpt.parallel import peers as blame
+from cas_ckpt.parallel.peers import Blame
+from cas_ckpt.parallel.workers import StillRunning, call_within
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -38,10 +38,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
+from cas_ckpt.parallel import peers as blame
+from cas_ckpt.parallel.peers import Blame
 from cas_ckpt.training.connections import ConnectionsLost, Rendezvous, StopReports
 from cas_ckpt.training.torch_internals import DEFAULT_STORE, private
-from cas_ckpt.transfer import peers as blame
-from cas_ckpt.transfer.peers import Blame
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

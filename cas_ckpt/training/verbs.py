@@ -51,6 +51,8 @@ from cas_ckpt.ops.checkout.restores import CHECKOUT, LOAD, RestoreNote, logged
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
+from cas_ckpt.parallel.peers import SOLO, Call, Peers, compare_calls
+from cas_ckpt.parallel.workers import default_threads, thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.capture.capture import capture_state
@@ -58,9 +60,7 @@ from cas_ckpt.training.restore.draft import warn_of_overlaps
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
-from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls
 from cas_ckpt.transfer.scatter import partly_written
-from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -1,28 +1,22 @@
-"""transfer: bytes between memory, packs and ranks, by threads; the only room that starts them.
+"""transfer: bytes between memory, packs and ranks, by the threads of parallel/.
 
 Saving:
-    1. workers.py shares a list of work among threads; no error is lost
-    2. save.py hashes every cell, asks what is stored, and hands on what is new; hashing.py has the
+    1. save.py hashes every cell, asks what is stored, and hands on what is new; hashing.py has the
        checksums that compare memory at its own speed. What can be hashed where it is (on a GPU) naming.py names before;
        buffers.py has the memory of what is on its way, save_memory.py says with how many threads and packs
-    3. pack_writer.py lends packs to threads that write chunks; each is durable before it is named
+    2. pack_writer.py lends packs to threads that write chunks; each is durable before it is named
 
 Restoring:
-    4. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; filling.py brings a chunk to
+    3. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; filling.py brings a chunk to
        all targets that want it; fetch.py does that for a list of chunks: first every byte is verified, then every byte
        is copied into place; or both chunk by chunk, in one pass. Over a network read_plan.py joins what is near into
        spans, arrivals.py reads them, sources.py keeps what was read and verified until it is copied; arrivals.py also
        reads, past the page cache, what a local disk has and memory has not
-    5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
-    6. scan.py reads packs from front to end, for fsck
+    4. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
+    5. scan.py reads packs from front to end, for fsck
 
 Between stores: copying.py copies extents as they are stored, verified, into new packs of another store.
 staging.py has the memory that a state is copied into for a commit in the background, and copies it.
-background.py does work again and again behind the back of whoever asks for it.
-
-Another process that works for this one: child_process.py starts it, speaks with it and ends it, and is its own side.
-
-Several ranks: peers.py is how a rank sees the others, and how an error of one ends the work of all.
 
 Invariant: nothing is written or restored that was not hashed as it was read. May not know: the index, refs, torch, what
 keys mean.

@@ -28,12 +28,12 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.pack import Location
+from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.storage.store import ReadsPastCache, Store, too_short
 from cas_ckpt.transfer.chunk_reader import VerifiedExtent, cover
 from cas_ckpt.transfer.filling import ChunkFiller, ReadOptions, StoredChunk, leaves_of, named
 from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, longest_bytes, opening_first, plan_units
 from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, new_memory, requests_at_once
-from cas_ckpt.transfer.workers import run_all
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""

@@ -32,6 +32,7 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, short
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
+from cas_ckpt.parallel.workers import run_all, thread_count
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import ReadsPastCache, Store
 from cas_ckpt.transfer.arrivals import (
@@ -49,7 +50,6 @@ from cas_ckpt.transfer.chunk_reader import Relocate
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, ReadOptions, StoredChunk, cell_part
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
-from cas_ckpt.transfer.workers import run_all, thread_count
 
 WORTH_PROBING_BYTES = 64 * 1024 * 1024
 """From so much on it is looked at whether the page cache has what is read."""

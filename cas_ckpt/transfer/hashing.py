@@ -25,7 +25,7 @@ from blake3 import blake3
 from cas_ckpt import native
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArraySource
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.parallel.workers import run_all
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

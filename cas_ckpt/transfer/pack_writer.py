@@ -20,8 +20,8 @@ from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
+from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.workers import run_all
 
 NUM_WRITERS = 2
 """Packs written side by side, by those who do not say how many there may be."""

@@ -27,12 +27,12 @@ from cas_ckpt.errors import (
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import ObjectKind, object_id, short
 from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
+from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import VerifiedExtent, num_intact
 from cas_ckpt.transfer.read_plan import Span
 from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
-from cas_ckpt.transfer.workers import run_all
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""

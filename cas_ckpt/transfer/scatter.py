@@ -32,6 +32,8 @@ from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canoni
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Delivery
 from cas_ckpt.objects.state import ArrayTarget
+from cas_ckpt.parallel.peers import Peers
+from cas_ckpt.parallel.workers import run_all, thread_count
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
@@ -40,7 +42,6 @@ from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
 from cas_ckpt.transfer.fetch import Restored, nothing, round_bytes, sourced, threads_within, verify_chunks
 from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, ReadOptions, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
-from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
     Incoming,
     Stage,
@@ -52,7 +53,6 @@ from cas_ckpt.transfer.rounds import (
     quota_bytes,
 )
 from cas_ckpt.transfer.sources import STAGED, StagedStore
-from cas_ckpt.transfer.workers import run_all, thread_count
 
 WORTH_READING = 4
 """A neighbour reads the whole chunk from the cache if it wants at least one part in this many."""

@@ -13,7 +13,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.spec import Mesh, Placement
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import numbers
 from tests.cli.running import call, ok
 from tests.divided import mesh, over, state_of

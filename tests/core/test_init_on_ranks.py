@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError, NoRepositoryError, PeerError
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training import process_group
-from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks
 
 STATE = {"step": 1}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cas_ckpt.transfer import workers
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.parallel import workers
+from cas_ckpt.parallel.workers import run_all
 
 
 class Interrupted(BaseException):

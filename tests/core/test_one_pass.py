@@ -24,9 +24,9 @@ from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.checkout import checkout
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer import arrivals
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import new_repository, numbers
 from tests.divided import divided, mesh, over
 from tests.thread_peers import run_ranks

@@ -15,9 +15,9 @@ from cas_ckpt.errors import CkptError, OutOfSpaceError, PeerError
 from cas_ckpt.index import history
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, no_space_from
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.divided import mesh, over, state_of
 from tests.thread_peers import run_ranks

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cas_ckpt import CommitInfo, CommitOptions, Repository
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
-from cas_ckpt.dcp.storage.group import Save
+from cas_ckpt.dcp.group import Save
 from cas_ckpt.errors import InvalidInputError
 from tests.dcp.states import plain_state, same
 from tests.meddling import held_elsewhere

@@ -20,7 +20,7 @@ from tests.interrupts import interrupted, places_in
 from tests.repository.test_signals import Signalling, calling, handled
 
 STATE = {"w": torch.arange(500.0)}
-WITH_LOCKS = ("dcp/storage/group.py", "dcp/storage/staging.py")
+WITH_LOCKS = ("dcp/group.py", "dcp/staging.py")
 
 
 def saved(repo: Repository) -> None:
@@ -60,7 +60,7 @@ def test_a_handler_that_saves_or_loads_inside_of_a_save_or_load_has_done_it_or_i
 
     repo.commit(STATE)
     work()
-    of = ("dcp/storage/reader.py",) if outer is loaded else WITH_LOCKS
+    of = ("dcp/reader.py",) if outer is loaded else WITH_LOCKS
     noted = [places_in(work, of=lambda path: path.endswith(of)) for _ in range(3)]
     places = [place for place in noted[0] if all(place in each for each in noted)]  # not what a collection comes to
     assert len(places) > 10
@@ -82,7 +82,7 @@ def test_saves_inside_of_each_other_have_their_tags_if_they_were_made(repo: Repo
         saved_as(f"outer-{next(outer)}")
 
     save({"name": "first"}, CasStorageWriter(repo), checkpoint_id="first")
-    places = places_in(work, of=lambda path: path.endswith("dcp/storage/writer.py"))
+    places = places_in(work, of=lambda path: path.endswith("dcp/writer.py"))
     assert len(places) > 10
     for number, place in enumerate(places):
         with calling(lambda number=number: saved_as(f"inner-{number}")):  # type: ignore[misc]
@@ -116,8 +116,8 @@ def test_a_ctrl_c_in_a_save_leaves_the_turn_to_the_next_one(repo: Repository) ->
         saved(repo)
 
     work()
-    found = places_in(work, of=lambda path: path.endswith(("contextlib.py", "dcp/storage/group.py")))
-    places = [place for place in found if any("dcp/storage" in code.co_filename for code in place[::2] if code)]
+    found = places_in(work, of=lambda path: path.endswith(("contextlib.py", "dcp/group.py")))
+    places = [place for place in found if any("cas_ckpt/dcp/" in code.co_filename for code in place[::2] if code)]
     assert len(places) > 10
     with handled(signal.default_int_handler):
         for place in places:

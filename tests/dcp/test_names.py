@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from cas_ckpt.dcp.storage.names import flat_items
-from cas_ckpt.dcp.storage.tree import Nesting
+from cas_ckpt.dcp.names import flat_items
+from cas_ckpt.dcp.tree import Nesting
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
 from cas_ckpt.training.capture.capture import capture_state

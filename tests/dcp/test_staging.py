@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from cas_ckpt.dcp.storage import staging
-from cas_ckpt.dcp.storage.staging import stage_state
+from cas_ckpt.dcp import staging
+from cas_ckpt.dcp.staging import stage_state
 
 
 @pytest.fixture(autouse=True)

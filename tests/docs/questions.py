@@ -26,8 +26,8 @@ from cas_ckpt.ops.checkout.plan import plan_checkout
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.refs import create_branch, create_tag
+from cas_ckpt.parallel.peers import SOLO, Peers
 from cas_ckpt.repository import Repository
-from cas_ckpt.transfer.peers import SOLO, Peers
 from tests.builders import numbers
 from tests.divided import mesh, over, state_of
 from tests.thread_peers import run_ranks

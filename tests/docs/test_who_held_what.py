@@ -11,7 +11,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import numbers
 from tests.divided import mesh, over, state_of
 from tests.test_docs import not_as_shown

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import CountingStore, Effects, FaultyStore
 from cas_ckpt.testing.faults import Damage
-from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks
 from tests.training.fake_world import fake_world
 

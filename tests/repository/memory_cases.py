@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cas_ckpt import CommitOptions, Repository, limits
-from cas_ckpt.ops.files.files import MAX_BAND_BYTES
+from cas_ckpt.formats.folders import MAX_BAND_BYTES
 from cas_ckpt.storage.probe import NO_TOKEN
 from cas_ckpt.transfer import scatter
 

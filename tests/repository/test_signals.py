@@ -121,7 +121,7 @@ def test_a_ctrl_c_in_a_commit_leaves_the_turn_to_the_next_one(repo: Repository) 
 
     of = (
         "contextlib.py", "held_signals.py", "repository/opened.py", "cas_ckpt/arguments.py", "repository/states.py",
-        "transfer/peers.py",
+        "parallel/peers.py",
     )  # fmt: skip
     assert left_held(commit, of=of, is_held=repo._committing._is_owned) == []  # type: ignore[attr-defined]
     repo.commit(state)

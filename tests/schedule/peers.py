@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import PeerError
-from cas_ckpt.transfer import peers as blame
+from cas_ckpt.parallel import peers as blame
 from tests.schedule.scheduler import Request, Scheduler
 
 

@@ -36,8 +36,8 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.refs import create_branch, delete_branch
+from cas_ckpt.parallel.peers import SOLO, Peers
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.peers import SOLO, Peers
 from tests import builders
 from tests.schedule.plain_index import PlainIndex
 from tests.schedule.soundness import LossError, Shelf

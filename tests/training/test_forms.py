@@ -18,7 +18,7 @@ from cas_ckpt import MismatchError, PerRank, Repository, StateDict
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.thread_peers import run_ranks
 
 NUMBERS = itertools.count()

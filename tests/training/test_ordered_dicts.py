@@ -14,7 +14,7 @@ from cas_ckpt.core.tree import load_tree
 from cas_ckpt.objects.nodes import ValueEntry, tree_nodes
 from cas_ckpt.objects.structures import default_name, types_in
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import new_repository
 from tests.core.test_hostile_repository import store_nodes
 from tests.thread_peers import run_ranks

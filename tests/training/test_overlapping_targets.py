@@ -14,9 +14,9 @@ import torch
 
 from cas_ckpt import MismatchError, Repository, StateDict
 from cas_ckpt.errors import PeerError
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training.restore.memory import memory_of_array, memory_of_tensor, overlapping, undecided
 from cas_ckpt.training.restore.restore import plan_restore
-from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks
 from tests.training.roundtrip import checkout, commit, failure_of
 

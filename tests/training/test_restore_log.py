@@ -24,8 +24,8 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, Flavor, StoredTensor
 from cas_ckpt.ops.checkout.restores import RestoreNote, logged
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training.verbs import checkout_state, commit_state
-from cas_ckpt.transfer.peers import Peers
 from tests.ops.fsck.fsck_cases import flip
 from tests.ranks import results, run_processes
 from tests.thread_peers import run_ranks

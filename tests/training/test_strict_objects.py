@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 from cas_ckpt import InvalidInputError, MismatchError, PartialRestoreError, Repository, RNGState, StateDict
 from cas_ckpt.dcp import CasStorageWriter
 from cas_ckpt.errors import PeerError
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training.restore.restore import plan_restore
-from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks
 from tests.training.roundtrip import checkout, commit
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.transfer.child_process import ChildProcess, Served, serve
+from cas_ckpt.parallel.child_process import ChildProcess, Served, serve
 
 ENTRY = "tests.transfer.child_work:main"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from cas_ckpt.errors import InvalidInputError, PeerError
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 
 Check = Callable[[Peers], None]
 LENGTHS = (0, 1, 4097, 3_000_000)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from cas_ckpt.errors import ConflictError, InternalError, InvalidInputError, StorageError
-from cas_ckpt.transfer import child_process
-from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess
+from cas_ckpt.parallel import child_process
+from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess
 from tests.no_threads import no_thread_can_be_started
 from tests.processes import PIPE, Forked
 from tests.transfer.child_work import ENTRY, parent_of_one
@@ -263,7 +263,7 @@ def test_the_program_of_the_parent_is_not_run_again(tmp_path: Path) -> None:
         "import sys, torch, os\n"
         "print('begun')\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from cas_ckpt.transfer.child_process import ChildProcess\n"
+        "from cas_ckpt.parallel.child_process import ChildProcess\n"
         "held = os.open('/dev/zero', os.O_RDONLY); os.set_inheritable(held, True)\n"
         "child = ChildProcess('tests.transfer.child_work:main')\n"
         "ask = dict(answer=print, note=print)\n"

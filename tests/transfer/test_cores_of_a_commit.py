@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cas_ckpt import Repository
+from cas_ckpt.parallel.workers import core_of_main_thread, leave_core
 from cas_ckpt.progress import Silent
-from cas_ckpt.transfer.workers import core_of_main_thread, leave_core
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not told apart here")
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from cas_ckpt.transfer.workers import ahead, one_ahead, run_all
+from cas_ckpt.parallel.workers import ahead, one_ahead, run_all
 
 
 def collector(into: list[int]) -> Callable[[], Callable[[int], None]]:

@@ -44,13 +44,13 @@ from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
 from cas_ckpt.objects.state import Container, Flavor, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array, read_array
+from cas_ckpt.parallel.peers import Peers, distinct_messages, named, ranks_by
+from cas_ckpt.parallel.workers import one_ahead
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import LONGEST_BYTES, fetch_chunks, least_bytes, nothing
 from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_part, new_array
-from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
-from cas_ckpt.transfer.workers import one_ahead
 
 BATCH_BYTES = 48 * 1024 * 1024
 """About as much is read together by who uses one array after the other; two such batches are in memory."""

@@ -48,10 +48,10 @@ from cas_ckpt.ops.commit.merge_states import (
 )
 from cas_ckpt.ops.commit.outcome import Outcome, broadcast_outcome, read_outcome, refusal_message, simple_message
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
+from cas_ckpt.parallel.peers import Call, Peers, compare_calls, distinct_messages, named
+from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack
-from cas_ckpt.transfer.peers import Call, Peers, compare_calls, distinct_messages, named
-from cas_ckpt.transfer.workers import run_all
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -51,9 +51,9 @@ from cas_ckpt.ops.commit.request import (
     with_declared_head,
 )
 from cas_ckpt.ops.commit.save import Saved, check_room, measure, save_alone
+from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors, report_instead
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import sign
-from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors, report_instead
 
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""

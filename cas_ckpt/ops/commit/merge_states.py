@@ -49,7 +49,7 @@ from cas_ckpt.objects.state import (
     render_key,
 )
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.transfer.peers import named
+from cas_ckpt.parallel.peers import named
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

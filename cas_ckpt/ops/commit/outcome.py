@@ -15,7 +15,7 @@ import msgpack
 from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.errors import CorruptionError, PeerError
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 
 
 class Outcome(IntEnum):

@@ -41,11 +41,11 @@ from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
 from cas_ckpt.ops.commit.save import RegionSums, Saved, StateSize, held_bytes_of, room_for, save_chunks
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
+from cas_ckpt.parallel.peers import Peers, named
+from cas_ckpt.parallel.workers import default_threads, thread_count
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.pack_writer import WrittenPack
-from cas_ckpt.transfer.peers import Peers, named
 from cas_ckpt.transfer.save import TensorWork
-from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

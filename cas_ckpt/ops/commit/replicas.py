@@ -23,8 +23,8 @@ from cas_ckpt.layout.save_plan import Held
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Box, Placement
 from cas_ckpt.objects.state import ArraySource
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.transfer.hashing import as_raw
-from cas_ckpt.transfer.peers import Peers
 
 MOST_TOLD = 100
 """Regions that are named, at most, when replicas differ."""

@@ -30,14 +30,14 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import saved
+from cas_ckpt.parallel.peers import Peers
+from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.save import Claims, TensorWork
-from cas_ckpt.transfer.workers import run_all
 
 _KNOWN, _NEW = b"\0", b"\1"
 _Job: TypeAlias = Callable[[], None]

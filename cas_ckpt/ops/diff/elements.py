@@ -30,11 +30,11 @@ from cas_ckpt.ops.checkout.read import inline_array
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.ops.diff.numbers import NumberSums, Raw, TensorNumbers, are_numbers, measure
 from cas_ckpt.ops.diff.walk import TensorPair, together_or_named
+from cas_ckpt.parallel.workers import run_all, thread_count
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.fetch import read_region
 from cas_ckpt.transfer.filling import named
-from cas_ckpt.transfer.workers import run_all, thread_count
 
 CHUNKS_AT_A_TIME = 16 * 1024
 """Tensors whose ids are in memory together have about so many chunks, unless one alone has more."""

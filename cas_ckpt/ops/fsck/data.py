@@ -24,11 +24,11 @@ from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, is_pack
 from cas_ckpt.ops.fsck.report import Findings
 from cas_ckpt.ops.fsck.structure import Structure, scan_all
+from cas_ckpt.parallel.workers import map_all, thread_count
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, unit_bytes_of, verify_units
 from cas_ckpt.transfer.sources import requests_at_once
-from cas_ckpt.transfer.workers import map_all, thread_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,12 +41,12 @@ from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo, PackKind, is_pack
 from cas_ckpt.ops.fsck.report import Findings
+from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.transfer.scan import BadExtent, ExtentScanner, ScanUnit, find_entries
 from cas_ckpt.transfer.sources import requests_at_once
-from cas_ckpt.transfer.workers import map_all
 
 _MOST_NAMED = 5
 

@@ -57,10 +57,10 @@ from cas_ckpt.objects.digest import MOST_NAMED, Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen, rewritten
 from cas_ckpt.ops.gc.repack import Repacker
+from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.probe import sweep_probes
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
-from cas_ckpt.transfer.workers import map_all
 
 OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
 

@@ -22,13 +22,13 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import ExtentInfo, Location
+from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.arrivals import chunk_spans
 from cas_ckpt.transfer.chunk_reader import ChunkReader
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink
 from cas_ckpt.transfer.read_plan import Unit, Wanted, longest_bytes, plan_units
 from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
-from cas_ckpt.transfer.workers import run_all
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -31,10 +31,10 @@ from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter, handle_on, 
 from cas_ckpt.ops.sync.fetch import may_come
 from cas_ckpt.ops.sync.push import PushRequest, updates_of
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
+from cas_ckpt.parallel.workers import thread_count
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
-from cas_ckpt.transfer.workers import thread_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,10 @@ from cas_ckpt.memory import check_memory, current_limits
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
+from cas_ckpt.parallel.workers import default_threads
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.transfer.copying import Throttle, copy_extents, least_bytes, plan_copies
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
-from cas_ckpt.transfer.workers import default_threads
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

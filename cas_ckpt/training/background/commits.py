@@ -34,6 +34,8 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.worker import CommitWorker
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields, decoded_lineage, working_folder
+from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors
+from cas_ckpt.parallel.workers import core_of_main_thread, leave_core, thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.background.lazy import stage_later
 from cas_ckpt.training.background.pending import PendingCommit
@@ -42,9 +44,7 @@ from cas_ckpt.training.background.staged import IsKnown, Snapshot
 from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.training.device.unchanged import leave_out
 from cas_ckpt.training.verbs import captured
-from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
 from cas_ckpt.transfer.staging import Arena, StagingPool
-from cas_ckpt.transfer.workers import core_of_main_thread, leave_core, thread_count
 
 VERB = "commit_async"
 

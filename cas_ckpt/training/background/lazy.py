@@ -21,12 +21,12 @@ import torch
 
 from cas_ckpt.objects.nodes import INLINE_BYTES
 from cas_ckpt.objects.state import ArraySource
+from cas_ckpt.parallel.background import Background
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
 from cas_ckpt.training.background.step_hook import hold_steps, let_steps
 from cas_ckpt.training.background.trained_memory import TrainedMemory
 from cas_ckpt.training.capture.sharded import ShardElements
 from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
-from cas_ckpt.transfer.background import Background
 
 PORTION_BYTES = 32 << 20
 """Bytes staged at a time: after each, changes, cancellation and failure are checked."""

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from cas_ckpt import clock
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import BackgroundCommitError, CancelledError, InvalidInputError, out_of_memory
+from cas_ckpt.parallel.background import Background
+from cas_ckpt.parallel.peers import error_text
+from cas_ckpt.parallel.workers import before_threads_end
 from cas_ckpt.training.background.pending import PendingCommit
-from cas_ckpt.transfer.background import Background
-from cas_ckpt.transfer.peers import error_text
-from cas_ckpt.transfer.workers import before_threads_end
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

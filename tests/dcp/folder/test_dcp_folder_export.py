@@ -24,11 +24,11 @@ from cas_ckpt.errors import (
     TooLargeError,
     UnsupportedValueError,
 )
-from cas_ckpt.files import export_any
+from cas_ckpt.formats import folders as output_files
+from cas_ckpt.formats.verbs import export_any
 from cas_ckpt.memory import limits
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.files import files as output_files
 from cas_ckpt.training.capture.capture import capture_state
 from tests.dcp.folder.dcp_folders import quietly, read_metadata, save_folder, training_state
 from tests.ops.files.import_files import import_file

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.dcp.folder.metadata import ALLOWED_NAMES
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.files import import_any
+from cas_ckpt.formats.dcp_metadata import ALLOWED_NAMES
+from cas_ckpt.formats.pickles import read_pickle
+from cas_ckpt.formats.verbs import import_any
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.training.pickles import read_pickle
 from tests.dcp.folder.dcp_folders import change_metadata, move_item, read_metadata, save_boxes, save_folder
 from tests.ops.files.import_files import assert_refused, import_file, try_import
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint._extension import ZStandard
 
 from cas_ckpt import CommitOptions, MemoryBudgetError, Repository, limits
-from cas_ckpt.dcp.folder.importing import folder_tree
+from cas_ckpt.formats.dcp_import import folder_tree
 from cas_ckpt.objects.spec import Box, grid_for
 from cas_ckpt.objects.state import TensorItem, walk
 from cas_ckpt.ops.commit.save import measure
@@ -25,13 +25,13 @@ IN_AND_OUT = """
 import sys
 from pathlib import Path
 import torch.distributed.checkpoint                   # its own memory is not what is measured
-import cas_ckpt.dcp.folder.importing
-import cas_ckpt.dcp.folder.export
+import cas_ckpt.formats.dcp_import
+import cas_ckpt.formats.dcp_export
 from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.files import export_any
-from cas_ckpt.files import import_any
+from cas_ckpt.formats.verbs import export_any
+from cas_ckpt.formats.verbs import import_any
 
 def peak_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

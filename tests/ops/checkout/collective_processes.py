@@ -11,10 +11,10 @@ import numpy as np
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore
 from cas_ckpt.training.process_group import GroupPeers
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import numbers
 from tests.ops.checkout.rank_targets import UNTOUCHED, divided_by, fetch_on_ranks, mesh, targets_of
 from tests.ranks import die

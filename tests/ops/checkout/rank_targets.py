@@ -20,9 +20,9 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Placement, Split, raw_dtype
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout import checkout
+from cas_ckpt.parallel.peers import Peers, collective_errors
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.peers import Peers, collective_errors
 from tests.builders import commit
 from tests.thread_peers import run_ranks
 

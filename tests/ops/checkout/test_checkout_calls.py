@@ -9,7 +9,7 @@ import pytest
 
 from cas_ckpt import PerRank, Repository, StateDict
 from cas_ckpt.errors import PeerError
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.thread_peers import run_ranks
 
 

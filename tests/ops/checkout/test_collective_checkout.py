@@ -13,10 +13,10 @@ from cas_ckpt import limits
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement
 from cas_ckpt.objects.state import TensorCopy
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.progress import Silent
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
-from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.scatter import PARTLY_WRITTEN
 from tests.builders import numbers
 from tests.ops.checkout.rank_targets import (

@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import StorageError
+from cas_ckpt.formats.safetensors_export import export_safetensors
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import ValueItem
 from cas_ckpt.ops.checkout import checkout
 from cas_ckpt.ops.checkout.checkout import with_values
-from cas_ckpt.ops.files.export import export_safetensors
 from cas_ckpt.storage.memory import MemoryStore
 from tests.builders import commit, numbers, same_bytes
 from tests.committing import new_store, on

@@ -12,7 +12,7 @@ import pytest
 
 from cas_ckpt import CheckoutReport, CommitOptions, PerRank, Repository, limits
 from cas_ckpt.errors import InvalidInputError, PeerError
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import numbers
 from tests.thread_peers import ThreadPeers, run_ranks
 

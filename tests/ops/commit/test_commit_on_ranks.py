@@ -20,8 +20,8 @@ from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays
 from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of

@@ -16,7 +16,7 @@ from cas_ckpt.objects.state import Container, Item, Name, TensorItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import ArrayMemory, new_repository, numbers, same_bytes, stored_arrays, tensor
 from tests.committing import TIMEOUT_S, new_store, on, one, root_alone
 from tests.divided import divided, mesh, over

@@ -12,7 +12,7 @@ from cas_ckpt.objects.spec import Box, BoxPlacement, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import numbers, same_bytes, tensor
 from tests.committing import TIMEOUT_S, first_fails_then_works, new_store, on, one, root_alone, stored, together
 from tests.divided import LocalPieces, boxes_by_rank, divided, mesh, over, state_of

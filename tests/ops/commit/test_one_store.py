@@ -11,7 +11,7 @@ import pytest
 
 from cas_ckpt import PerRank, Repository
 from cas_ckpt.errors import PeerError
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import numbers
 from tests.thread_peers import run_ranks
 

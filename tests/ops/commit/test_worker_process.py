@@ -53,12 +53,12 @@ from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.parallel import child_process
+from cas_ckpt.parallel.child_process import ChildProcess
+from cas_ckpt.parallel.peers import Peers, collective_errors
 from cas_ckpt.progress import SILENT
 from cas_ckpt.signing import Verdict
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer import child_process
-from cas_ckpt.transfer.child_process import ChildProcess
-from cas_ckpt.transfer.peers import Peers, collective_errors
 from tests.builders import ArrayMemory, new_repository, numbers, same_bytes, state, stored_arrays, tensor
 from tests.committing import new_store, on
 from tests.crash.citizen import EAGER

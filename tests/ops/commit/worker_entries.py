@@ -26,9 +26,9 @@ from cas_ckpt.errors import CkptError, OutOfSpaceError, PeerError, StorageError
 from cas_ckpt.index.index import Index
 from cas_ckpt.ops.commit import commit
 from cas_ckpt.ops.commit.process import child
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import Effects, FaultPlan, FaultyStore, die_after
-from cas_ckpt.transfer.peers import Peers
 
 MODULE = "tests.ops.commit.worker_entries"
 

@@ -16,7 +16,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.files import import_any
+from cas_ckpt.formats.verbs import import_any
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import ContainerEntry, decode_tree
 from cas_ckpt.ops.commit.request import CommitRequest

@@ -26,12 +26,12 @@ from cas_ckpt.errors import (
     OutOfSpaceError,
     UnsupportedValueError,
 )
-from cas_ckpt.files import export_any
+from cas_ckpt.formats import folders as output_files
+from cas_ckpt.formats import safetensors_export as exporting
+from cas_ckpt.formats.verbs import export_any
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.files import export as exporting
-from cas_ckpt.ops.files import files as output_files
 from cas_ckpt.training.capture.capture import capture_state
 from tests.builders import new_repository
 from tests.ops.files.import_files import import_file, sharded_folder

@@ -18,11 +18,11 @@ IMPORT_AND_MEASURE = """
 import sys
 from pathlib import Path
 import torch                      # its own memory is not what is measured
-import cas_ckpt.training.torch_file
+import cas_ckpt.formats.torch_file
 from cas_ckpt import limits
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.files import import_any
+from cas_ckpt.formats.verbs import import_any
 
 def peak_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,14 +13,14 @@ from safetensors.torch import save_file, save_model
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.files import import_any
+from cas_ckpt.formats import folders as input_file
+from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch
+from cas_ckpt.formats.models import find_model, model_tree
+from cas_ckpt.formats.safetensors import DTYPES
+from cas_ckpt.formats.verbs import import_any
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.files import files as input_file
-from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
-from cas_ckpt.ops.files.models import find_model, model_tree
-from cas_ckpt.ops.files.safetensors import DTYPES
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.verbs import load_state

@@ -16,8 +16,8 @@ from safetensors.numpy import save
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.ops.files.files import InputFile
-from cas_ckpt.ops.files.safetensors import DTYPES, MAX_HEADER_BYTES, encode_header, ranked, read_header
+from cas_ckpt.formats.folders import InputFile
+from cas_ckpt.formats.safetensors import DTYPES, MAX_HEADER_BYTES, encode_header, ranked, read_header
 from tests.builders import numbers, stored_arrays
 from tests.ops.files.import_files import assert_refused, claim, raw_file, try_import
 

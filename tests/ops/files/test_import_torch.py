@@ -22,10 +22,10 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.formats import torch_file as mapped
+from cas_ckpt.formats.folders import FileSource
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.files.files import FileSource
-from cas_ckpt.training import torch_file as mapped
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.verbs import load_state
 from tests.builders import new_repository

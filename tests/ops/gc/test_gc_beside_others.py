@@ -39,9 +39,9 @@ from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import Collection, collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, delete_branch, rename_ref
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import (
     commit,
     leave_garbage,

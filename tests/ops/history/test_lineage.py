@@ -21,7 +21,7 @@ from cas_ckpt.ops.history.lineage import LineageStep, lineage_of
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import show_commit
 from cas_ckpt.ops.refs import create_branch
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.parallel.peers import Peers
 from tests.builders import commit, new_repository
 from tests.committing import new_store, on
 from tests.divided import state_of

@@ -28,9 +28,9 @@ from cas_ckpt.objects.state import Container, ValueItem, parse_key
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.history.shards import ShardRow, shards_of
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing.faults import CountingStore
-from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, numbers, publish_nodes
 from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of

@@ -14,8 +14,8 @@ import torch
 
 from cas_ckpt import PerRank, Repository
 from cas_ckpt.core.tree import python_gc_paused
+from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training.background import commits
-from cas_ckpt.transfer.peers import Peers
 from tests.ranks import results, run_processes
 from tests.thread_peers import run_ranks
 

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 
 from cas_ckpt import CancelledError, CommitOptions, FrozenChangedError, InvalidInputError, PerRank, Repository
 from cas_ckpt.errors import PermissionDeniedError
+from cas_ckpt.parallel import child_process
 from cas_ckpt.training.background import commits
-from cas_ckpt.transfer import child_process
 from tests.processes import PIPE, Forked
 from tests.ranks import results, run_processes
 from tests.servers import S3Server

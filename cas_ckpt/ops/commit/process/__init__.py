@@ -1,6 +1,6 @@
 """A commit that is made by a worker process, so that the interpreter of this one is free.
 
-    1. worker.py: `CommitWorker` starts the process (transfer/child_process.py), lends it the memory that the state was
+    1. worker.py: `CommitWorker` starts the process (parallel/child_process.py), lends it the memory that the state was
        staged in, and sends the tree and the request
     2. child.py, in that process: opens the repository, reads the lent memory, and makes the commit as ever. What only
        the trainer's process has is asked for: memory that is not staged, the other ranks

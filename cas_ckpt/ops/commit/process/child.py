@@ -25,9 +25,9 @@ from cas_ckpt.memory import holding
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.process.packing import Job, received_request, received_tree
-from cas_ckpt.transfer.child_process import Served, packed_error, serve
-from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors
-from cas_ckpt.transfer.workers import leave_core
+from cas_ckpt.parallel.child_process import Served, packed_error, serve
+from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors
+from cas_ckpt.parallel.workers import leave_core
 
 PEERS, LOOK, PUBLISH = "peers", "look", "publish"
 """What a worker asks beside what it asks of sources; the last: whether the commit of an id may be published."""

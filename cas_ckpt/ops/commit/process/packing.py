@@ -30,7 +30,7 @@ from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import ArraySource, Container, EncodedValue, Item, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, checked_fields, decoded_lineage, working_folder
-from cas_ckpt.transfer.child_process import Served
+from cas_ckpt.parallel.child_process import Served
 from cas_ckpt.transfer.staging import elements_of
 
 Array: TypeAlias = np.ndarray[Any, Any]

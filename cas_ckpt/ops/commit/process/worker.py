@@ -54,13 +54,13 @@ from cas_ckpt.ops.commit.process.packing import (
     sent_tree,
 )
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess, unpacked_error
+from cas_ckpt.parallel.peers import SOLO, Peers, report_instead
+from cas_ckpt.parallel.workers import core_of_main_thread
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.child_process import ChildEnded, ChildProcess, unpacked_error
 from cas_ckpt.transfer.hashing import SummingSource, as_raw
-from cas_ckpt.transfer.peers import SOLO, Peers, report_instead
 from cas_ckpt.transfer.staging import Arena
-from cas_ckpt.transfer.workers import core_of_main_thread
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

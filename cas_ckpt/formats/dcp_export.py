@@ -4,7 +4,7 @@
        other value (a tuple, also one of tensors) is a pickled object
     2. plan: tensors cut into chunks of whole rows, chunks to files of limited length
     3. objects, then chunks, each as torch.save writes it; read and verified one at a time
-    4. `.metadata`; then all names at once, it last                  (ops/files/files.py)
+    4. `.metadata`; then all names at once, it last                  (formats/folders.py)
 
 Data files never take a name that is there: until the new `.metadata` has its name, a checkpoint
 that is replaced (`force`) is whole.
@@ -40,9 +40,12 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import load_tree, select
-from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
-from cas_ckpt.dcp.storage.names import flat_entries, is_plain_tensor, stored_object
+from cas_ckpt.dcp.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, METADATA_NAME
+from cas_ckpt.formats.folders import OutputFiles
+from cas_ckpt.formats.safetensors_export import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
+from cas_ckpt.formats.torch_file import save_torch
 from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -51,14 +54,11 @@ from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, 
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
 from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
-from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
-from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.restore.materialize import NewObjects, check_bytes
-from cas_ckpt.training.torch_file import save_torch
 from cas_ckpt.training.torch_internals import DCP_VERSION, STORAGE_INFO, private
 
 CHUNK_BYTES = 64 * 1024 * 1024

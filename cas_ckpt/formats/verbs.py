@@ -23,14 +23,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info
 from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signatures import resolve_trusted
-from cas_ckpt.dcp.folder.metadata import is_dcp_folder
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container, Item, Name
-from cas_ckpt.ops.commit.commit import commit_tree
-from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.files.export import ExportInfo, export_safetensors
-from cas_ckpt.ops.files.models import (
+from cas_ckpt.formats.dcp_metadata import is_dcp_folder
+from cas_ckpt.formats.models import (
     MODEL,
     SUFFIXES,
     ModelFiles,
@@ -43,7 +38,12 @@ from cas_ckpt.ops.files.models import (
     side_items,
     under_prefix,
 )
-from cas_ckpt.ops.files.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter, renamed, without_wrappers
+from cas_ckpt.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter, renamed, without_wrappers
+from cas_ckpt.formats.safetensors_export import ExportInfo, export_safetensors
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import Container, Item, Name
+from cas_ckpt.ops.commit.commit import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.stateful import WRAPPERS
@@ -65,7 +65,7 @@ def import_any(
         prefix: The key under which it goes, e.g. "base/model"; the top if empty.
         follow_links: Read what symbolic links in a folder lead to outside of it.
         adapter: What the live model calls the adapter that a folder of PEFT holds.
-        keep_names: Name tensors as the files do, and not as a live object does (ops/files/names.py).
+        keep_names: Name tensors as the files do, and not as a live object does (formats/names.py).
 
     Raises:
         InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
@@ -106,7 +106,7 @@ def read_state(
     Tensors are read when they are asked for.
     """
     if is_dcp_folder(path):
-        from cas_ckpt.dcp.folder.importing import folder_tree
+        from cas_ckpt.formats.dcp_import import folder_tree
 
         folder = Path(path)
         tree, saved = folder_tree(folder, allow_pickle=allow_pickle, follow_links=follow_links)
@@ -117,7 +117,7 @@ def read_state(
         if files.format is WeightsFormat.SAFETENSORS:
             tree = model_tree(files)
         else:
-            from cas_ckpt.training.torch_file import torch_tree
+            from cas_ckpt.formats.torch_file import torch_tree
 
             tree = torch_tree(files, allow_pickle=allow_pickle)
     parts, left_out = _parts(files.parts, allow_pickle=allow_pickle)
@@ -180,7 +180,7 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
         if path.suffix == ".safetensors":
             item = model_tree(ModelFiles(WeightsFormat.SAFETENSORS, (path,))).children[MODEL]
         else:
-            from cas_ckpt.training.torch_file import part_item
+            from cas_ckpt.formats.torch_file import part_item
 
             item = part_item(path, allow_pickle=allow_pickle)
         if isinstance(item, LeftOut):
@@ -226,7 +226,7 @@ def export_any(
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
     if chosen is WeightsFormat.DCP:
-        from cas_ckpt.dcp.folder.export import export_dcp
+        from cas_ckpt.formats.dcp_export import export_dcp
 
         return export_dcp(
             handle, row.digest.hex(), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
@@ -234,7 +234,7 @@ def export_any(
         )  # fmt: skip
     if max_shard_bytes is not None:
         raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
-    from cas_ckpt.training.torch_file import export_torch
+    from cas_ckpt.formats.torch_file import export_torch
 
     return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)
 

@@ -3,7 +3,7 @@
     1. load the tree; choose by keys; name every tensor
     2. plan: tensors to shards, every name free      (pure, nothing is written yet)
     3. write header and tensors of each shard, verified as they are read, a few rows at a time
-    4. side files and index; then all names at once  (ops/files/files.py)
+    4. side files and index; then all names at once  (formats/folders.py)
 
 Tied tensors are written once per name: the format has no ties. Torch is not needed.
 """
@@ -23,6 +23,10 @@ import numpy as np
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats.folders import OutputFiles
+from cas_ckpt.formats.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name, read_side_file
+from cas_ckpt.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
+from cas_ckpt.formats.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
 from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -41,10 +45,6 @@ from cas_ckpt.objects.state import (
     walk,
 )
 from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
-from cas_ckpt.ops.files.files import OutputFiles
-from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name, read_side_file
-from cas_ckpt.ops.files.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
-from cas_ckpt.ops.files.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.transfer.fetch import least_bytes
 

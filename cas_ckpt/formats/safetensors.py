@@ -1,7 +1,7 @@
 """The safetensors format: its header read with suspicion and written as the library writes it.
 
 The parser is our own. The safetensors library gives tensors, not file offsets: it maps the
-file (see ops/files/files.py for why we do not), keeps the last of two tensors of one name, and
+file (see formats/folders.py for why we do not), keeps the last of two tensors of one name, and
 cannot give numpy the dtypes that numpy lacks. The format is small: a length (8 bytes, little
 endian), that much JSON, then the bytes of all tensors without a gap.
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.formats.folders import InputFile
 from cas_ckpt.objects.nodes import MAX_DIMENSIONS
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.ops.files.files import InputFile
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from cas_ckpt.transfer.workers import start
+from cas_ckpt.parallel.workers import start
 
 
 class Background:

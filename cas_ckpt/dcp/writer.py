@@ -3,11 +3,11 @@
 How a save goes (DCP calls, on all ranks unless said otherwise):
 
 0. `stage` (async_save without a stager, in the caller's thread): waits for the saves before it and for the pending
-   commits of an open repository, and copies the state into memory of this save (dcp/storage/staging.py).
+   commits of an open repository, and copies the state into memory of this save (dcp/staging.py).
 1. `storage_meta`: a save that was not staged waits likewise. `set_up_storage_writer`: the repository is looked at.
 2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
    a plan for other ranks than the writer's is refused before anything is written.
-3. `write_data`: this rank's tree is made (dcp/storage/tree.py) and committed together with the others.
+3. `write_data`: this rank's tree is made (dcp/tree.py) and committed together with the others.
 4. `finish` on the coordinator: results are held against the plan, `metadata` is filled in.
 
 Invariant: the commit is published inside step 3, by the collective commit, which succeeds on
@@ -39,7 +39,7 @@ from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import branch_target, check_meaning
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head, RefKind, check_new_name
-from cas_ckpt.dcp.storage.group import (
+from cas_ckpt.dcp.group import (
     RepositoryPlace,
     Save,
     SharedGroup,
@@ -51,9 +51,9 @@ from cas_ckpt.dcp.storage.group import (
     wait_for_saves,
     world_size,
 )
-from cas_ckpt.dcp.storage.names import module_states
-from cas_ckpt.dcp.storage.staging import stage_state
-from cas_ckpt.dcp.storage.tree import RankPart
+from cas_ckpt.dcp.names import module_states
+from cas_ckpt.dcp.staging import stage_state
+from cas_ckpt.dcp.tree import RankPart
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
 from cas_ckpt.memory import current_limits, holding
 from cas_ckpt.objects.state import Path, render_key
@@ -61,8 +61,8 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.options import DEFAULT_AUDIT, OnConflict, OnDivergence, ReplicaCheck
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 from cas_ckpt.ops.refs import create_tag
+from cas_ckpt.parallel.peers import Peers, SoloPeers, collective_errors, error_text
 from cas_ckpt.training.stateful import module_versions
-from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors, error_text
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -1,6 +1,6 @@
 """import of a DCP folder: what torch.distributed.checkpoint saved becomes the tree of a commit.
 
-    1. read `.metadata`, as data; every claim is checked      (dcp/folder/metadata.py)
+    1. read `.metadata`, as data; every claim is checked      (formats/dcp_metadata.py)
     2. see that all items are inside their files
     3. load the objects; nothing in them is run
     4. leave tensors where they are: a box is read from the saved chunks when it is hashed
@@ -32,7 +32,8 @@ import numpy as np
 import torch
 import zstandard
 
-from cas_ckpt.dcp.folder.metadata import (
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats.dcp_metadata import (
     DATA_SUFFIX,
     MAX_DECODED_BYTES,
     FolderMetadata,
@@ -41,16 +42,15 @@ from cas_ckpt.dcp.folder.metadata import (
     SavedTensor,
     read_folder_metadata,
 )
-from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch, most_read
+from cas_ckpt.formats.models import check_inside
+from cas_ckpt.formats.pickles import read_torch_pickle
+from cas_ckpt.formats.torch_file import Saved, check_extent, is_our_byte_order, pickle_stream, torch_members
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
-from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch, most_read
-from cas_ckpt.ops.files.models import check_inside
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
-from cas_ckpt.training.pickles import read_torch_pickle
-from cas_ckpt.training.torch_file import Saved, check_extent, is_our_byte_order, pickle_stream, torch_members
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

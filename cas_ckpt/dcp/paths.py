@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from cas_ckpt.core.refs import check_new_name
-from cas_ckpt.dcp.storage.reader import CasStorageReader
-from cas_ckpt.dcp.storage.writer import CasStorageWriter
+from cas_ckpt.dcp.reader import CasStorageReader
+from cas_ckpt.dcp.writer import CasStorageWriter
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.training.torch_internals import STORAGE_UTILS, private
 

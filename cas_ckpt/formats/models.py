@@ -34,10 +34,10 @@ from cas_ckpt.core.records import LeftOut
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.revisions import Revision, resolve_named, revision_text
 from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, reworded
+from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch
+from cas_ckpt.formats.safetensors import Header, read_header, read_json_object
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
-from cas_ckpt.ops.files.safetensors import Header, read_header, read_json_object
 from cas_ckpt.storage.store import translated
 
 

@@ -29,18 +29,18 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LeftOut, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats.folders import FileSource, InputFile, OutputFiles, ReadScratch
+from cas_ckpt.formats.models import MODEL, ModelFiles, check_names, side_items
+from cas_ckpt.formats.pickles import Storage, Stream, most_bytes, read_torch_pickle
+from cas_ckpt.formats.safetensors_export import ExportInfo
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
-from cas_ckpt.ops.files.export import ExportInfo
-from cas_ckpt.ops.files.files import FileSource, InputFile, OutputFiles, ReadScratch
-from cas_ckpt.ops.files.models import MODEL, ModelFiles, check_names, side_items
 from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import translated
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read, stored_members
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.capture.tensors import HostTensor
-from cas_ckpt.training.pickles import Storage, Stream, most_bytes, read_torch_pickle
 from cas_ckpt.training.stateful import module_versions, set_versions
 from cas_ckpt.training.verbs import load_state
 
