@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
     from cas_ckpt.core.refs import Head
-    from cas_ckpt.core.trusted_hosts import trusted_hosts
+    from cas_ckpt.core.settings import trusted_hosts
     from cas_ckpt.errors import (
         AmbiguousIdError,
         BackgroundCommitError,
@@ -111,7 +111,7 @@ __all__ = [
 _MODULES = {
     "cas_ckpt.core.records": ("CommitInfo", "CommitStats", "ImportInfo", "LeftOut", "Lineage"),
     "cas_ckpt.core.refs": ("Head",),
-    "cas_ckpt.core.trusted_hosts": ("trusted_hosts",),
+    "cas_ckpt.core.settings": ("trusted_hosts",),
     "cas_ckpt.memory": ("limits",),
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.commit.options": ("CommitOptions", "ImportOptions"),

@@ -168,7 +168,7 @@ def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: in
     settings.index = index or settings.index
     ctx.with_resource(limits(max_entries=max_entries, max_refs=max_refs))
     if settings.trusted_hosts:
-        from cas_ckpt.core.trusted_hosts import trusted_hosts
+        from cas_ckpt.core.settings import trusted_hosts
 
         ctx.with_resource(trusted_hosts(*settings.trusted_hosts))
     if settings.cache is not None:

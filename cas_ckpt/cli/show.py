@@ -19,7 +19,7 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.checkout.checkout import Region
     from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.month import MonthlyCost
     from cas_ckpt.ops.history.shards import ShardRow

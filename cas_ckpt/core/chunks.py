@@ -20,7 +20,7 @@ from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import PAGE_CHUNKS, TensorEntry, TensorNode, decode_chunk_page, decode_tensor
 from cas_ckpt.objects.spec import Grid, grid_for
 from cas_ckpt.objects.state import StoredTensor
-from cas_ckpt.transfer.filling import StoredChunk
+from cas_ckpt.transfer.chunk_reader import StoredChunk
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cas_ckpt import clock
 from cas_ckpt.core.config import INDEX_PATH, Config, adapt_store, config_record, decode_config, require_there
 from cas_ckpt.core.elsewhere import Elsewhere
-from cas_ckpt.core.hints import HintsWriter
+from cas_ckpt.core.hints import HintsWriter, Preview
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
 from cas_ckpt.core.packs import (
     PACKS_PER_BATCH,
@@ -33,14 +33,12 @@ from cas_ckpt.core.packs import (
     read_nodes,
     record_batches,
 )
-from cas_ckpt.core.preview import Preview
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.ref_store import RefStore
 from cas_ckpt.core.refs import Generation, Head, Ref
-from cas_ckpt.core.settings import read_settings
+from cas_ckpt.core.settings import read_settings, require_trusted
 from cas_ckpt.core.shared_index import note_folder
-from cas_ckpt.core.trusted_hosts import require_trusted
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,
@@ -806,7 +804,7 @@ def configured_index(store: Store, *, read_only: bool = False) -> str | None:
     Args:
         read_only: The caller can do without.
     Raises:
-        PermissionDeniedError: it is at a host that these settings may not name (core/trusted_hosts.py).
+        PermissionDeniedError: it is at a host that these settings may not name (core/settings.py).
     """
     try:
         url = read_settings(store).index_url

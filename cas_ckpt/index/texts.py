@@ -138,7 +138,7 @@ def _enum(data: bytes) -> str:
 
 @cache
 def _readers() -> dict[int, Callable[[bytes], Any]]:
-    from cas_ckpt.objects.values_encode import ValueCode as Code  # brings numpy, which a log does not need
+    from cas_ckpt.objects.values import ValueCode as Code  # brings numpy, which a log does not need
 
     return {
         Code.TUPLE: _items, Code.SET: _items, Code.FROZENSET: _items, Code.RANGE: _items, Code.SLICE: _items,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.formats.safetensors_export import ExportInfo
-    from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.checkout.checkout import Region
     from cas_ckpt.ops.commit.options import SnapshotKind, WorkerKind
     from cas_ckpt.ops.commit.request import CommitRequest
     from cas_ckpt.training.background.pending import PendingCommit

@@ -45,8 +45,15 @@ from cas_ckpt.objects.state import (
     with_tensors,
 )
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.ops.checkout.checkout import check_restore, fetch_on_ranks, fetch_tensors, with_values
-from cas_ckpt.ops.checkout.read import Region, part_of, read_array
+from cas_ckpt.ops.checkout.checkout import (
+    Region,
+    check_restore,
+    fetch_on_ranks,
+    fetch_tensors,
+    part_of,
+    read_array,
+    with_values,
+)
 from cas_ckpt.ops.checkout.restores import CHECKOUT, LOAD, RestoreNote, logged
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory

@@ -3,17 +3,47 @@
 Invariant: what is written under an id is bytes that were hashed *as written*: a chunk that
 looks new is copied first and the copy is hashed, so that a tensor that somebody changes
 meanwhile can never put wrong bytes under an id. Memory is bounded by the threads, which each
-write what they hashed (how many: save_memory.py), whatever the size of the model.
+write what they hashed (how many: `divide`), whatever the size of the model.
+
+How a save divides its budget of memory: threads that hash and write, packs being written.
+
+What a save takes, at most, besides the state:
+
+    what it knows of the state   `ENTRY_BYTES` for each tensor and value, `CELL_BYTES` for each cell
+    the database, and threads    `FIXED_BYTES`
+    each pack being written      what the store says (`Abilities.writer_bytes`), and `in_flight_bytes` of the store once
+    each thread                  scratch for a cell, or two copies of it while it is encoded; what its source reads at
+                                 a time, unless that is memory of the state; a buffer: cells that are copied, and what
+                                 they became when they were encoded
+
+Invariant: pure; what comes out takes no more than the budget, unless that is less than `least_bytes`, which works.
+
+Memory for what is hashed and written: a few buffers, used again and again.
+
+Memory that is new to a process costs more than the copy into it, so buffers outlive the commit that made them.
+
+Invariant: what is given out is nobody else's until it is given back. Knows nothing of tensors or of packs.
+
+Cells that are named without being read: their leaves are hashed where the tensors are, on a GPU for one.
+
+    1. Works whose source offers a `LeafHasher` are taken together, `NAMED_BYTES` at a time.
+    2. It gives the digests of their leaves; they make the ids, and the index is asked which are stored, once.
+    3. What is stored is named and done. Of the rest the bytes are copied, hashed on the host and written (save.py):
+       nothing is ever written under an id that another's digests made.
+
+Invariant: a work that nobody can hash comes out as it went in. Knows nothing of devices.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, filterfalse
+from itertools import compress, filterfalse, groupby
 from operator import not_
 from typing import TypeAlias
 
@@ -21,16 +51,105 @@ import numpy as np
 
 from cas_ckpt import native
 from cas_ckpt.objects import codec
+from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.spec import Grid, Spec
-from cas_ckpt.objects.state import ArraySource, is_of_one_moment, is_private
+from cas_ckpt.objects.state import ArraySource, CellsToName, LeafHasher, is_of_one_moment, is_private
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.buffers import Buffers
+from cas_ckpt.storage.store import Abilities
 from cas_ckpt.transfer.hashing import Array, as_raw
-from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.pack_writer import NUM_WRITERS, ChunkSink, EncodedChunk
 from cas_ckpt.transfer.rounds import aligned
-from cas_ckpt.transfer.save_memory import BATCH_BYTES
+
+BATCH_BYTES = 4 * 1024 * 1024
+"""Cells that are taken, asked about and written together: one large one, or many small ones."""
+
+FIXED_BYTES = 20 * 1024 * 1024
+ENTRY_BYTES = 2_400
+CELL_BYTES = 700
+"""Measured (docs/benchmarks/memory.md): of a commit of 100,000 small tensors, and of one of many cells."""
+
+_ENCODED_SHARE = {EncodingPolicy.RAW: 0.0, EncodingPolicy.AUTO: 0.5, EncodingPolicy.ZSTD: 1.0, EncodingPolicy.PLANES: 1}
+"""How long what is stored may be, of a cell: what AUTO does not halve stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMemory:
+    """The memory budget of a save."""
+
+    num_threads: int
+    num_writers: int
+
+
+def divide(
+    budget_bytes: int, *, num_threads: int, num_entries: int, num_bytes: int, policy: EncodingPolicy,
+    abilities: Abilities, read_bytes: int = 0,
+) -> SaveMemory:  # fmt: skip
+    """The most threads that fit, and then a pack for each of them, or as many as fit; one of each if nothing does.
+
+    Args:
+        num_threads: Wanted.
+        num_entries, num_bytes: Of the state.
+        read_bytes: What a source holds, for each thread that reads it.
+    """
+    each = thread_bytes(policy, read_bytes)
+    held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
+    threads = max(1, min(num_threads, (budget_bytes - held) // each))
+    spare = max(0, budget_bytes - held - threads * each)
+    return SaveMemory(threads, min(threads, 1 + spare // max(1, abilities.writer_bytes)))
+
+
+def least_bytes(
+    *, num_entries: int, num_bytes: int, policy: EncodingPolicy, abilities: Abilities, read_bytes: int = 0
+) -> int:
+    """Least memory of a save. Arguments as for `divide`."""
+    held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
+    return held + thread_bytes(policy, read_bytes)
+
+
+def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_writers: int = NUM_WRITERS) -> int:
+    """Memory that a save holds throughout, independent of cells in progress. Arguments as for `divide`."""
+    known = num_entries * ENTRY_BYTES + num_bytes // BATCH_BYTES * CELL_BYTES
+    return FIXED_BYTES + known + abilities.in_flight_bytes + num_writers * abilities.writer_bytes
+
+
+def thread_bytes(policy: EncodingPolicy, read_bytes: int) -> int:
+    """Memory of each thread: scratch, a buffer, and what came of it."""
+    scratch_bytes = BATCH_BYTES * (1 if policy is EncodingPolicy.RAW else 2)
+    return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE[policy])) + read_bytes
+
+
+KEPT_BUFFERS = 12
+"""Buffers of `BATCH_BYTES` that a process keeps for its next commit."""
+
+_kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
+
+
+class Buffers:
+    """The buffers of one commit, made when first needed; those of the usual size outlive it. For all threads."""
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+
+    def take(self, num_bytes: int = BATCH_BYTES) -> Array:
+        """A buffer of at least `num_bytes`."""
+        if num_bytes > BATCH_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        for free in (self._free, _kept):
+            with suppress(IndexError):
+                return free.pop()
+        return np.empty(BATCH_BYTES, np.uint8)
+
+    def give(self, buffer: Array) -> None:
+        """Take `buffer` back; it must not be used any more."""
+        if len(buffer) == BATCH_BYTES:
+            self._free.append(buffer)
+
+    def keep(self) -> None:
+        """Leave some of what was given back to the next commit, drop the others."""
+        _kept.extend(self._free)
+        self._free.clear()
 
 
 @dataclass(slots=True)
@@ -326,3 +445,81 @@ class _Space:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._buffers.give(buffer)
+
+
+# --- Cells that are named without being read: their leaves are hashed where the tensors are, on ---
+
+
+NAMED_BYTES = 4 << 30
+"""Tensors that are hashed together: so many that starting a launch and asking the index cost little beside it."""
+
+
+def named_in_place(
+    works: Iterable[TensorWork], claims: Claims, progress: Progress, *, expect_new: bool
+) -> Iterator[TensorWork]:
+    """All works; of those that can be hashed where they are only the cells that are not stored are left to save.
+
+    These are marked `is_new`. Works of other sources come in their order, the others when enough are together.
+
+    Args:
+        expect_new: Nothing is stored: nothing is hashed for this, but what was hashed before is named all the same, for
+            of such a tensor single cells may be all that can be read.
+    """
+    waiting: list[tuple[LeafHasher, TensorWork]] = []
+    num_bytes = 0
+    for work in works:
+        hasher = _hasher_of(work)
+        if hasher is None or (expect_new and not hasher.has_hashed):
+            yield work
+            continue
+        waiting.append((hasher, work))
+        num_bytes += work.spec.num_bytes
+        if num_bytes >= NAMED_BYTES:
+            yield from _named(waiting, claims, progress)
+            waiting, num_bytes = [], 0
+    yield from _named(waiting, claims, progress)
+
+
+def _hasher_of(work: TensorWork) -> LeafHasher | None:
+    offer = getattr(work.source, "leaf_hasher", None)
+    hasher: LeafHasher | None = None if offer is None else offer()
+    return hasher
+
+
+def _named(
+    waiting: Sequence[tuple[LeafHasher, TensorWork]], claims: Claims, progress: Progress
+) -> Iterator[TensorWork]:
+    for _, found in groupby(sorted(waiting, key=lambda each: id(each[0])), key=lambda each: id(each[0])):
+        pairs = list(found)
+        works = [work for _, work in pairs]
+        _name(pairs[0][0], works, claims, progress)
+        yield from works
+
+
+def _name(hasher: LeafHasher, works: Sequence[TensorWork], claims: Claims, progress: Progress) -> None:
+    """Name the cells of `works` that are stored; leave to each work those that are not."""
+    wanted = []
+    for work in works:
+        numbers = range(work.grid.num_cells) if work.cells is None else sorted(work.cells)
+        wanted.append(CellsToName(work.source, work.grid, numbers, work.item_bytes))
+    answer = hasher.cell_digests(wanted)
+    if answer is None:
+        return
+    ids: list[Digest] = []
+    cells: list[tuple[TensorWork, int, int]] = []
+    for work, asked, digests in zip(works, wanted, answer, strict=True):
+        work.chunks = work.chunks or [None] * work.grid.num_cells
+        for number, joined in zip(asked.numbers, digests, strict=True):
+            num_bytes = work.grid.cell_elements(number) * work.item_bytes
+            digest = work.chunks[number] = chunk_id(num_bytes, joined)
+            ids.append(digest)
+            cells.append((work, number, num_bytes))
+    missing: dict[int, set[int]] = {}
+    num_bytes = sum(each for _, _, each in cells)
+    for at in claims.unknown(ids):
+        work, number, more = cells[at]
+        missing.setdefault(id(work), set()).add(number)
+        num_bytes -= more
+    for work in works:
+        work.cells, work.is_new = frozenset(missing.get(id(work), ())), True
+    progress.advance(num_bytes)

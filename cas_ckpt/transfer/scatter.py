@@ -38,9 +38,19 @@ from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.arrivals import Arrivals, placed
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
+from cas_ckpt.transfer.chunk_reader import (
+    ChunkFiller,
+    ChunkPart,
+    ChunkReader,
+    NewArray,
+    ReadOptions,
+    Relocate,
+    StoredChunk,
+    VerifiedExtent,
+    cell_part,
+    named,
+)
 from cas_ckpt.transfer.fetch import Restored, nothing, round_bytes, sourced, threads_within, verify_chunks
-from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, ReadOptions, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.rounds import (
     Incoming,

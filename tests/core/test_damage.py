@@ -22,8 +22,7 @@ from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor, TensorCopy
-from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import fetch_tensors, read_array
 from tests.builders import ArrayMemory, commit, new_repository, numbers, stored_arrays
 
 pytestmark = pytest.mark.slow

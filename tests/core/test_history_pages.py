@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cas_ckpt.core import hints, preview
+from cas_ckpt.core import hints
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -372,7 +372,7 @@ def pack_of(bucket: MemoryStore, commit_id: str) -> bytes:
 def test_a_page_that_names_packs_for_ever_is_given_up(
     writer: RepositoryHandle, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preview, "MOST_LOADED", 8)
+    monkeypatch.setattr(hints, "MOST_LOADED", 8)
     for number in range(3):
         small(writer, number)
     page = load_pack(bucket, hinted_pack(bucket)).hints

@@ -32,8 +32,7 @@ from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor, TensorCopy
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import fetch_tensors, read_array
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, write_nodes
 from tests.builders import ArrayMemory, new_repository, numbers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.core import states
+from cas_ckpt.core import tree as states
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CorruptionError, NotFoundError

@@ -15,9 +15,8 @@ import cas_ckpt
 from cas_ckpt import CkptError, InvalidInputError, PermissionDeniedError, Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.settings import Remote
+from cas_ckpt.core.settings import Remote, trusted_hosts
 from cas_ckpt.core.shared_index import set_shared_index
-from cas_ckpt.core.trusted_hosts import trusted_hosts
 from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
 from cas_ckpt.storage.url import open_store

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CorruptionError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.objects.digest import pack_canonical, pack_ext
 from cas_ckpt.objects.structures import Named
-from cas_ckpt.objects.values import EnumValue, Opaque, decode_value, encode_value
-from cas_ckpt.objects.values_encode import ValueCode
+from cas_ckpt.objects.values import EnumValue, Opaque, ValueCode, decode_value, encode_value
 
 GOLDEN: list[tuple[Any, str]] = [
     (2**64, "c70901010000000000000000"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cas_ckpt.parallel.background import Background
+from cas_ckpt.parallel.workers import Background
 
 
 def test_an_error_of_whoever_is_told_of_errors_is_raised_and_ends_nothing() -> None:

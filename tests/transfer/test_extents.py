@@ -19,8 +19,7 @@ from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.progress import SILENT
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.filling import ChunkFiller, ChunkPart, NewArray, StoredChunk, leaves_touched
+from cas_ckpt.transfer.chunk_reader import ChunkFiller, ChunkPart, ChunkReader, NewArray, StoredChunk, leaves_touched
 from tests.builders import commit, new_repository, numbers
 
 DATA = bytes(range(250))

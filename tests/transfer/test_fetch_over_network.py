@@ -24,8 +24,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.objects.spec import Box, grid_for
 from cas_ckpt.objects.state import StoredTensor, TensorCopy
-from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import fetch_tensors, read_array
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer import sources
 from tests.builders import ArrayMemory, commit, numbers, same_bytes

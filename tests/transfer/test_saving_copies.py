@@ -12,11 +12,9 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import chunk_id
 from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.progress import SILENT
-from cas_ckpt.transfer import buffers as module
-from cas_ckpt.transfer.buffers import Buffers
+from cas_ckpt.transfer import save as module
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
-from cas_ckpt.transfer.save_memory import BATCH_BYTES
+from cas_ckpt.transfer.save import BATCH_BYTES, Buffers, Claims, TensorWork, save_tensors
 from tests.builders import ArrayMemory, numbers
 
 

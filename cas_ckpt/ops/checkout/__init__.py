@@ -3,7 +3,7 @@
 1. the caller (training/, dcp/) loads the tree and names the targets: a `TensorCopy` for each tensor
 2. `checkout.py`: the chunks of all of them are found, verified and copied into place, by one process or
    shared by several ranks
-3. `read.py`: one region of one tensor as a new array, of which only the leaves that it touches are read
+3. `checkout.py`: also one region of one tensor as a new array, of which only the leaves that it touches are read
 4. `plan.py`: how a commit would be restored into a layout of ranks, as a report; nothing is restored
 5. `restores.py`: the log of restores that were made, each beside what was planned for it
 

@@ -5,12 +5,12 @@
     2. one process saves what it has: the state is drafted (draft.py), every cell is hashed, and what is new is
        streamed into data packs (save.py)
     3. several ranks save what they have together (ranks.py): they agree on one state (agree.py) that is merged from
-       what each of them describes (merge_states.py), compare replicas (replicas.py), and save whole cells and those
+       what each of them describes (merge_states.py), compare replicas, and save whole cells and those
        that straddle ranks (straddling_cells.py)
     4. what was declared frozen is compared with what was committed before in place of being hashed (frozen.py)
     5. another process can do all of this for one that trains (process/)
     6. rank 0 publishes: nodes and commit in a meta pack, then the swap of the ref (core/publish.py), then the index;
-       and tells the other ranks what came of it (outcome.py)
+       and tells the other ranks what came of it (agree.py)
 
 Invariant: before the swap of the ref nothing of a commit is visible, after it everything is there and durable.
 May not know: torch, files, how ranks are reached; states come as containers, tensors and values (objects/state.py).

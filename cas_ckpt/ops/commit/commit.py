@@ -30,8 +30,7 @@ from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.layouts import layout_node
 from cas_ckpt.objects.nodes import CommitObject
 from cas_ckpt.objects.state import Container
-from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.outcome import (
+from cas_ckpt.ops.commit.agree import (
     Made,
     Outcome,
     broadcast_outcome,
@@ -40,6 +39,7 @@ from cas_ckpt.ops.commit.outcome import (
     refusal_message,
     simple_message,
 )
+from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.ranks import save_on_ranks
 from cas_ckpt.ops.commit.request import (
     Ancestry,

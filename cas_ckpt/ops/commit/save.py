@@ -33,12 +33,19 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.parallel.workers import thread_count
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Summed, checksums
-from cas_ckpt.transfer.naming import named_in_place
 from cas_ckpt.transfer.pack_writer import NUM_WRITERS, ChunkSink, WrittenPack
-from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
-from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes
+from cas_ckpt.transfer.save import (
+    Buffers,
+    Claims,
+    SaveMemory,
+    TensorWork,
+    divide,
+    held_bytes,
+    least_bytes,
+    named_in_place,
+    save_tensors,
+)
 
 BYTES_PER_THREAD = 96 * 1024 * 1024
 """Bytes of the state that give one thread more to hash them: fewer, and the threads wait for the interpreter's lock."""

@@ -33,11 +33,10 @@ from cas_ckpt.objects.state import saved
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.buffers import Buffers
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
 from cas_ckpt.transfer.rounds import aligned
-from cas_ckpt.transfer.save import Claims, TensorWork
+from cas_ckpt.transfer.save import Buffers, Claims, TensorWork
 
 _KNOWN, _NEW = b"\0", b"\1"
 _Job: TypeAlias = Callable[[], None]

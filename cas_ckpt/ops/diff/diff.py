@@ -4,7 +4,7 @@
     2. ask the index where both trees differ                       (index/tree_diff.py)
     3. of tensors on both sides, find the changed chunks           (ops/diff/walk.py)
     4. pair what was removed with what was added of equal content: it was moved
-    5. if asked: decode values, and stream the changed chunks      (ops/diff/diff.py, ops/diff/elements.py)
+    5. if asked: decode values, and stream the changed chunks      (ops/diff/diff.py, ops/diff/walk.py)
 
 Invariant: work follows what differs; neither commit is ever loaded whole, unless a pattern of
 keys matches no difference: only an entry somewhere shows that it is not a mistake.
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import known_commit
-from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
+from cas_ckpt.core.tree import known_commit, naming_forgotten, python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -27,9 +26,8 @@ from cas_ckpt.objects.nodes import open_tree
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import KIND_OF_FLAVOR, Path, render_key
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import read_array
 from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
-from cas_ckpt.ops.diff.elements import tensor_numbers
 from cas_ckpt.ops.diff.numbers import TensorNumbers
 from cas_ckpt.ops.diff.walk import (
     ContainerHead,
@@ -40,10 +38,11 @@ from cas_ckpt.ops.diff.walk import (
     changed_chunks,
     differing,
     read_named,
+    tensor_numbers,
     with_bytes,
 )
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.transfer.filling import named
+from cas_ckpt.transfer.chunk_reader import named
 
 MOST_BYTES = 64 * 1024
 """Longer values are not read to be shown."""

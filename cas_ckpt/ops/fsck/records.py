@@ -16,8 +16,8 @@ from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state
 from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.ref_store import DEFAULT_CHANGED_KEY, NAMES_PREFIX, RefStore, name_key
 from cas_ckpt.core.refs import Ref, RefKind
+from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.core.signatures import SIGNERS_KEY
-from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.index import Index

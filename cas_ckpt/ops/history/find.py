@@ -22,8 +22,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows, log_rows_in_pieces
 from cas_ckpt.core.refs import MIN_PREFIX
 from cas_ckpt.core.revisions import Revision, resolve, revision_texts
-from cas_ckpt.core.states import ask, known_commit
-from cas_ckpt.core.tree import naming_forgotten
+from cas_ckpt.core.tree import ask, known_commit, naming_forgotten
 from cas_ckpt.core.units import commit_filter
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, entries, finding, history

@@ -26,7 +26,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import Brief, CommitInfo, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import ask, known_commit, known_root
+from cas_ckpt.core.tree import ask, known_commit, known_root
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index import entries, history, usage
 from cas_ckpt.objects.digest import Digest, chunk_id

@@ -19,7 +19,7 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, infos_of_log, log_rows, log_rows_in_pieces
 from cas_ckpt.core.refs import RefKind, check_new_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
-from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError, shown_value
 from cas_ckpt.index import history, key_changes
 from cas_ckpt.index.rows import CommitFilter, CommitRow

@@ -85,7 +85,7 @@ def quick_log(
     from cas_ckpt.core.forgotten import read_forgotten_leniently
     from cas_ckpt.core.push_failures import TIERS_KEY
     from cas_ckpt.core.records import infos_of_log
-    from cas_ckpt.core.trusted_hosts import SETTINGS_KEY
+    from cas_ckpt.core.settings import SETTINGS_KEY
     from cas_ckpt.index import history
 
     store = FileStore(Path(place))

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import layout_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import entries, layouts
 from cas_ckpt.index.entries import StoredLeaf
@@ -28,9 +28,8 @@ from cas_ckpt.index.texts import storable
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.layouts import Division, Holders, holders_of, is_nameable
+from cas_ckpt.objects.layouts import Division, Holders, RankSet, holders_of, is_nameable
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.rank_runs import RankSet
 from cas_ckpt.objects.spec import Box, BoxPlacement, Grid
 
 _MOST_KNOWN = 1 << 18

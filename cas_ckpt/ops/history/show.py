@@ -15,7 +15,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_row, info_from_row, layout_of
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import ask, known_root
+from cas_ckpt.core.tree import ask, known_root
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import entries, history
 from cas_ckpt.index.rows import CommitRow, ListedEntry

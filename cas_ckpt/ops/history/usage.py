@@ -28,7 +28,7 @@ from cas_ckpt.core.push_failures import PushFailure, read_push_failures
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import entries, history, usage
 from cas_ckpt.index.history import CommitSize

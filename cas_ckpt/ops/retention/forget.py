@@ -2,7 +2,7 @@
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
     f2  decide (ops/retention/rules.py), or take the commits that were named; of what is to go, tiers are asked whether
-        they still have it (core/at_tiers.py)
+        they still have it (core/completeness.py)
     f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
         reads them once, and answers for that moment)
     f4  write one record of the commits that are forgotten now
@@ -25,8 +25,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from cas_ckpt import clock
-from cas_ckpt.core.at_tiers import not_at_tiers
-from cas_ckpt.core.completeness import unforget
+from cas_ckpt.core.completeness import not_at_tiers, unforget
 from cas_ckpt.core.forgotten import read_forgotten_leniently, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LOOKS, graph_behind, unpushed_by_tier

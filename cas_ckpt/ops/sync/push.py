@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from cas_ckpt.core.forgotten import read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.pack_shards import PackShard
+from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, check_meaning
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, named_ref, resolve

@@ -29,7 +29,7 @@ from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, graph_with, promised_commits, promisors, read_graph
-from cas_ckpt.core.pack_shards import PackShard
+from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import (
     ANY_HEAD,

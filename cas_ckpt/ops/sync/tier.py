@@ -25,7 +25,7 @@ from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
 from cas_ckpt.ops.sync.push import PushRequest, push
 from cas_ckpt.ops.sync.remotes import is_wanted, set_remote
 from cas_ckpt.ops.sync.send import SyncReport
-from cas_ckpt.parallel.background import Background
+from cas_ckpt.parallel.workers import Background
 from cas_ckpt.progress import SILENT, Progress
 
 _LOGGER = logging.getLogger("cas_ckpt")

@@ -21,7 +21,7 @@ import torch
 
 from cas_ckpt.objects.nodes import INLINE_BYTES
 from cas_ckpt.objects.state import ArraySource
-from cas_ckpt.parallel.background import Background
+from cas_ckpt.parallel.workers import Background
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
 from cas_ckpt.training.background.step_hook import hold_steps, let_steps
 from cas_ckpt.training.background.trained_memory import TrainedMemory

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from cas_ckpt import clock
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import BackgroundCommitError, CancelledError, InvalidInputError, out_of_memory
-from cas_ckpt.parallel.background import Background
 from cas_ckpt.parallel.peers import error_text
-from cas_ckpt.parallel.workers import before_threads_end
+from cas_ckpt.parallel.workers import Background, before_threads_end
 from cas_ckpt.training.background.pending import PendingCommit
 
 _LOGGER = logging.getLogger("cas_ckpt")

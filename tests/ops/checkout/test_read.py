@@ -16,7 +16,7 @@ from cas_ckpt.core.tree import find_entry
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor
-from cas_ckpt.ops.checkout.read import Part, part_of, read_array
+from cas_ckpt.ops.checkout.checkout import Part, part_of, read_array
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore
 from tests.builders import commit, new_repository, numbers, same_bytes

@@ -12,7 +12,7 @@ import pytest
 from cas_ckpt.errors import PeerError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, parse_split
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.commit.replicas import MOST_TOLD
+from cas_ckpt.ops.commit.ranks import MOST_TOLD
 from tests.builders import numbers, same_bytes, tensor
 from tests.committing import new_store, one, root_alone, stored, together
 from tests.divided import divided, mesh, over, state_of

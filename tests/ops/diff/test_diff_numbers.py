@@ -19,8 +19,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
 from cas_ckpt.objects.state import TensorItem
-from cas_ckpt.ops.diff import elements as diff_numbers
 from cas_ckpt.ops.diff import numbers as diff_sums
+from cas_ckpt.ops.diff import walk as diff_numbers
 from cas_ckpt.ops.diff.answer import Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.ops.diff.numbers import TensorNumbers, measure, widening

@@ -12,7 +12,7 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.pack_shards import PackShard
+from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.records import CommitInfo

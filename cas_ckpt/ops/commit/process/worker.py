@@ -31,15 +31,8 @@ from cas_ckpt.memory import current_limits
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
+from cas_ckpt.ops.commit.agree import Made, Outcome, broadcast_outcome, made_message, outcome_not_received, read_outcome
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.outcome import (
-    Made,
-    Outcome,
-    broadcast_outcome,
-    made_message,
-    outcome_not_received,
-    read_outcome,
-)
 from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH
 from cas_ckpt.ops.commit.process.packing import (
     READ,
