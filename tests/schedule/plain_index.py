@@ -37,7 +37,7 @@ class PlainIndex:
     """The part of `Index` that writers, readers and collections ask for."""
 
     in_memory, read_only, matches, place = True, False, True, "plain"
-    newer_pack, is_shared = None, False
+    newer_pack, is_shared, is_behind = None, False, False
 
     def __init__(self, store_id: str, packs: dict[str, _Seen] | None = None) -> None:
         self.store_id = store_id
