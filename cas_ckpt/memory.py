@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from cas_ckpt.arguments import whole_number
+from cas_ckpt.arguments import check_whole, whole_number
 from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, TooLargeError, shown_value
 
 T = TypeVar("T")
@@ -98,10 +97,7 @@ def limits(
         InvalidInputError: a limit that is below 1, or not a number.
     """
     given = {"max_entries": max_entries, "max_bytes": max_bytes, "max_refs": max_refs, "memory_bytes": memory_bytes}
-    wanted = {name: value for name, value in given.items() if value is not None}
-    for name, value in wanted.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:
-            raise InvalidInputError(f"{name} is {shown_value(value)}: give a number from 1 on")
+    wanted = {name: check_whole(name, value, least=1) for name, value in given.items() if value is not None}
     if num_threads is not None:
         number = whole_number(num_threads)
         if number is None or not 0 <= number <= MOST_THREADS:

@@ -125,7 +125,7 @@ class TagSignature:
     Attributes:
         time_us: When, microseconds since the epoch, as the signer's clock had it. author: The name that the signer
             went by. Both are signed.
-        blob: The signature (signing/sshsig.py) of `tag_bytes`.
+        blob: The signature (signing.py) of `tag_bytes`.
     """
 
     time_us: int

@@ -1,7 +1,7 @@
 """Entries and commits by what they are: keys, dtype, shape, bytes, or an object that they hold.
 
     1. which dtypes and shapes are meant, and from the nodes that list such tensors upwards, what is above them
-    2. the states are walked from their roots, at once (places.py), only through what is above
+    2. the states are walked from their roots, at once (trees.py), only through what is above
     3. what matches is gathered by key and content; each place passes on how many states lead to it, and which are the
        first and the last of them
 

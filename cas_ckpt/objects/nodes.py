@@ -543,7 +543,7 @@ class CommitObject:
         stats: What the commit cost, counts and bytes by name.
         lineage: What the state was made from, in the user's order.
         provenance: Encoded plain value: where and by what it was made; None if nobody asked.
-        signature: Of the commit's bytes without this field (signing/sshsig.py); None: it is not signed.
+        signature: Of the commit's bytes without this field (signing.py); None: it is not signed.
     """
 
     root: Digest

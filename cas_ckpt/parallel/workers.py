@@ -268,7 +268,8 @@ class Background:
         with self._changed:
             self._asked = True
             if not self._running:
-                start(threading.Thread(target=self._loop, name="cas-ckpt-background", daemon=True))
+                work = inheriting(self._loop)  # with the limits of who asked first
+                start(threading.Thread(target=work, name="cas-ckpt-background", daemon=True))
                 self._running = True  # not if there is no thread to be had; it waits for this lock before it looks
 
     def _loop(self) -> None:

@@ -3,14 +3,9 @@
 Invariant: no byte leaves this file that was not hashed since it was read, unless the same restore has just verified
 it and it is still in memory. What was staged on the local disk (sources.py) and came back damaged is read from the
 store again.
-Knows nothing of tensors or of SQL.
-
-Chunks that are wanted, and what fills the targets with them.
 
 A target gets a part of a chunk: all of it, a run of its bytes, or a box. `ChunkFiller` brings one chunk to all parts
-that want it, leaf by leaf.
-
-Invariant: what fills a target was verified: see chunk_reader.py. Starts no threads.
+that want it, leaf by leaf. Starts no threads, and knows nothing of tensors or of SQL.
 """
 
 from __future__ import annotations
@@ -267,7 +262,10 @@ def _walk(
 
 
 def _check_expected(extent: VerifiedExtent, place: Location, num_bytes: int) -> None:
-    """Raise CorruptionError unless the extent is of a chunk of `num_bytes`, and has the leaves that `place` has."""
+    """Raise CorruptionError unless the extent is of a chunk of `num_bytes`, with the leaves and the length of `place`.
+
+    No id proves how long the payload is, and so much memory is taken for it.
+    """
     info = extent.info
     if info.num_bytes != num_bytes:
         raise CorruptionError(f"chunk {short(info.digest)} is {info.num_bytes} bytes, not {num_bytes}")
@@ -276,6 +274,11 @@ def _check_expected(extent: VerifiedExtent, place: Location, num_bytes: int) -> 
             f"chunk {short(info.digest)}, in {extent.pack} at offset {info.offset}: leaves from "
             f"{info.first_leaf} on, {info.num_leaves} of them, where {place.num_leaves} from "
             f"{place.first_leaf} on were wanted: run repo.rebuild_index()"
+        )
+    if (info.stored_bytes, info.encoding) != (place.stored_bytes, place.encoding):
+        raise CorruptionError(
+            f"chunk {short(info.digest)}, in {extent.pack} at offset {info.offset}: {info.stored_bytes} stored bytes, "
+            f"where the directory of the pack has {place.stored_bytes}: restore the pack from a copy"
         )
 
 

@@ -28,7 +28,7 @@ from cas_ckpt.objects.pack import FULL_ENTRIES, Location, PackKind, coalesced
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, cover
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent, cover
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, WrittenPack
 from cas_ckpt.transfer.sources import Span, SpanMemory
 
@@ -190,7 +190,7 @@ def copy_extents(
 
     def make_worker() -> Callable[[_Span], None]:
         memory = SpanMemory(source)
-        reader = ChunkReader(memory, elsewhere)
+        reader = ChunkReader(memory)
 
         def work(span: _Span) -> None:
             try:
@@ -199,7 +199,7 @@ def copy_extents(
                 throttle.take(span.num_bytes)
                 with suppress(CorruptionError, NotFoundError):  # whose extent it is, its own reading says
                     memory.load([Span(span.pack, span.start, span.start + span.num_bytes)])
-                found = (intact_chunks(reader, digest, [place], place.num_bytes) for digest, place in span.extents)
+                found = (_intact_extent(reader, digest, place, elsewhere) for digest, place in span.extents)
                 packs.append(span, list(chain.from_iterable(found)))
                 progress.advance(sum(map(_stored_bytes, span.extents)))
             except BaseException:
@@ -290,15 +290,30 @@ def intact_chunks(
     reader: ChunkReader, digest: Digest, places: Sequence[Location], num_bytes: int
 ) -> list[EncodedChunk]:
     """The extents that hold a chunk, verified, each with its payload as it is stored; see `ChunkReader.intact`."""
-    payloads: list[Buffer] = []
-    extents = reader.intact(digest, places, num_bytes, lambda extent: payloads.append(reader.payload(extent)))
-    return [
-        EncodedChunk(
-            digest, num_bytes, extent.info.leaf_bytes, extent.digests, extent.info.encoding, payload,
-            (extent.info.first_leaf, extent.info.num_leaves),
-        )
-        for extent, payload in zip(extents, payloads, strict=True)
-    ]  # fmt: skip
+    payloads: dict[tuple[str, int], Buffer] = {}  # also of those that the reader tried before it began anew elsewhere
+
+    def keep(extent: VerifiedExtent) -> None:
+        payloads[extent.pack, extent.info.offset] = reader.payload(extent)
+
+    extents = reader.intact(digest, places, num_bytes, keep)
+    return [_as_stored(extent, payloads[extent.pack, extent.info.offset]) for extent in extents]
+
+
+def _intact_extent(reader: ChunkReader, digest: Digest, place: Location, relocate: Relocate) -> list[EncodedChunk]:
+    """The extent at `place`, maybe a part of its chunk; the whole chunk from elsewhere if that is damaged or gone."""
+    try:
+        extent = reader.open_expected(digest, place, place.num_bytes)
+        return [_as_stored(extent, reader.payload(extent))]
+    except (CorruptionError, NotFoundError):
+        return intact_chunks(reader, digest, relocate(digest, {place.pack}), place.num_bytes)
+
+
+def _as_stored(extent: VerifiedExtent, payload: Buffer) -> EncodedChunk:
+    info = extent.info
+    return EncodedChunk(
+        info.digest, info.num_bytes, info.leaf_bytes, extent.digests, info.encoding, payload,
+        (info.first_leaf, info.num_leaves),
+    )  # fmt: skip
 
 
 def whole_places(places: Sequence[Location]) -> list[Location]:

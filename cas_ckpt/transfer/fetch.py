@@ -84,7 +84,7 @@ def fetch_chunks(
             put, or on its way there.
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched. In one pass: chunks of
-            which something may have been written are marked as `touched`.
+            which something may have been written have `opened`.
     """
     budget_bytes = memory_budget()
     options = ReadOptions(threads_within(budget_bytes, chunks, thread_count()), budget_bytes, progress, relocate)

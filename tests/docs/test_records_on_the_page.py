@@ -22,7 +22,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import unpack_canonical
 from tests.docs.pages import DOCS
-from tests.servers import S3Server
+from tests.servers import S3Server, credentials
 from tests.signing.keys import key_file, public_line
 
 PAGE = (DOCS / "format.md").read_text()
@@ -86,10 +86,11 @@ def fill(repo: Repository, folder: Path) -> None:
 def stored(s3_process: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Key -> value, of a repository in a bucket: on a disk there would be no hints."""
     folder = tmp_path_factory.mktemp("stored")
-    repo = Repository.init(s3_process.url(s3_process.new_bucket()), cache=None, group=None)
-    fill(repo, folder)
-    store = repo._handle.store
-    values = {key: bytes(store.get(key)) for key, _ in store.list("")}
+    with credentials():
+        repo = Repository.init(s3_process.url(s3_process.new_bucket()), cache=None, group=None)
+        fill(repo, folder)
+        store = repo._handle.store
+        values = {key: bytes(store.get(key)) for key, _ in store.list("")}
     with ZipFile(folder / "run.bundle") as bundle:
         values["bundle"] = bundle.read("bundle")
     repo.close()

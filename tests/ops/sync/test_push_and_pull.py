@@ -484,6 +484,19 @@ def test_jobs_share_the_copying_and_the_last_push_moves_the_refs(pair: Pair) -> 
     require_sound(pair.there.url)
 
 
+def test_a_chunk_that_ranks_wrote_in_parts_is_pushed_whole() -> None:
+    source, target = new_store(), new_store()
+    placements, line = {"line": over(mesh(3), "S(0)")}, numbers(1_000_000)
+    together(source, 3, lambda rank: state_of({"line": line}, placements, rank))
+    ours, theirs = on(source), on(target)
+    ours.sync()
+    assert len(ours.index.read(contents.packs_in_parts)) > 1, "some chunk is in parts"
+    update = RefUpdate(RefKind.BRANCH, "main", resolve(ours, "main"))
+    with limits(num_threads=2):
+        send(ours, theirs, [update], SendOptions("push"), near=ours)
+    require_same(ours, theirs, "main")
+
+
 def test_a_chunk_of_which_the_source_has_lost_a_part_is_not_pushed() -> None:
     source, target = new_store(), new_store()
     placements = {"line": over(mesh(3), "S(0)")}
