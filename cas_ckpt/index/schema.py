@@ -529,9 +529,13 @@ def former_name(table: Table) -> str:
     return table.name.removeprefix("t_")
 
 
+_GONE = {"t_pending"}
+"""Tables of earlier revisions alone."""
+
+
 def our_names() -> set[str]:
     """What tables of an index are called, of this revision or an earlier one; since 0004 some views are called so."""
-    return {name for table in METADATA.sorted_tables for name in (table.name, former_name(table))}
+    return {name for table in METADATA.sorted_tables for name in (table.name, former_name(table))} | _GONE
 
 
 def refuse_foreign(names: set[str], place: str) -> None:
