@@ -12,7 +12,8 @@ They speak by `multiprocessing.connection` (pickle) over a pair of sockets that 
 How nothing is left behind: a thread starts the child and waits for it as long as it lives. The kernel ends the child
 with that thread, that is with this process, however it ends (PR_SET_PDEATHSIG); the connection, which is closed then,
 and the number of its parent tell the child too, and it ends at once, whatever it is doing. Ctrl-C and signals for the
-process group do not reach it: whether to go on is decided here.
+process group do not reach it: whether to go on is decided here. It has no terminal, so that what it starts cannot ask
+there and be stopped.
 
 Invariant: after `run` raised `ChildEnded` the child makes no further effect. Knows nothing of what the work is.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import fcntl
 import itertools
 import logging
 import mmap
@@ -30,12 +32,13 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NoReturn, TypeAlias
@@ -146,10 +149,10 @@ def _program(entry: str, descriptor: int) -> str:
     return _START.format(path=path, module=module, function=function, descriptor=descriptor, parent=os.getpid())
 
 
-def _release(connection: Connection, stderr: IO[bytes]) -> None:
+def _release(*opened: socket.socket | Connection | IO[bytes]) -> None:
     """Close what a child is known by: it ends then."""
-    connection.close()
-    stderr.close()
+    for each in opened:
+        each.close()
 
 
 def _after_fork() -> None:
@@ -168,13 +171,18 @@ class _Keeper:
         ended: Set once the child has ended and its status is known.
         was_stopped: It was ended because it had been stopped for `STOPPED_S`.
 
+    Args:
+        hang_up: Called once it has ended: a fork of it, or of this process, may keep the connection open.
     Raises:
         StorageError: there is no thread to be had; `theirs` is closed.
     """
 
-    def __init__(self, entry: str, theirs: socket.socket, stderr: int) -> None:
+    def __init__(
+        self, entry: str, theirs: socket.socket, stderr: int, hang_up: weakref.WeakMethod[Callable[[], None]]
+    ) -> None:
         self.ended = threading.Event()
         self.was_stopped = False
+        self._hang_up = hang_up
         self._begun = threading.Event()
         self._refusal: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -213,6 +221,9 @@ class _Keeper:
         self._watch(process)
         process.wait()
         self.ended.set()
+        hang_up = self._hang_up()
+        if hang_up is not None:
+            hang_up()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Return once it has ended; nobody is to wait without end for one that stays stopped: that is ended.
@@ -249,26 +260,29 @@ class ChildProcess(Uncopied):
     """
 
     def __init__(self, entry: str) -> None:
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
+        self._end, theirs = socket.socketpair()
+        for end in (self._end, theirs):
+            end.setblocking(True)  # whatever the program's timeout for its sockets is
+        self._connection = Connection(os.dup(self._end.fileno()))
         self._sending = threading.Lock()
         self._stderr = open(os.memfd_create("cas-ckpt-stderr"), "rb", buffering=0)  # noqa: SIM115 - closed by `_release`
         self._is_ready = self._is_at_work = self._has_begun = False
         self._is_ours = True
+        opened = (self._end, self._connection, self._stderr)
         try:
-            self._keeper = _Keeper(entry, theirs, self._stderr.fileno())
+            self._keeper = _Keeper(entry, theirs, self._stderr.fileno(), weakref.WeakMethod(self._hang_up))
             self._process = self._keeper.process()
         except BaseException:
-            _release(self._connection, self._stderr)
+            _release(*opened)
             raise
         self.pid: int = self._process.pid
         _children.add(self)
-        weakref.finalize(self, _release, self._connection, self._stderr)
+        weakref.finalize(self, _release, *opened)
 
     def _abandon(self) -> None:
         """This is a fork: the child belongs to another process."""
         self._is_ours = False
-        _release(self._connection, self._stderr)
+        _release(self._end, self._connection, self._stderr)
 
     @property
     def alive(self) -> bool:
@@ -348,12 +362,13 @@ class ChildProcess(Uncopied):
     def _send(self, *message: Any, file: int | None = None) -> None:
         if not self._is_ours:
             raise self._over()
+        data = ForkingPickler.dumps(message)  # not with the lock: a destructor that runs meanwhile may send, too
         with self._sending:
             try:
                 self._wait_until_ready()
-                self._connection.send(message)
+                self._connection.send_bytes(data)
                 if file is not None:
-                    send_handle(self._connection, file, self.pid)
+                    socket.send_fds(self._end, [b"\0"], [file])
             except OSError:
                 pass
             else:
@@ -421,14 +436,19 @@ class ChildProcess(Uncopied):
         """
         if not self._is_ours:
             return
-        # Shut down, which whoever sends or receives notices; closed with this object, when nobody does any more.
-        with socket.fromfd(self._connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has ended
+        self._hang_up()
         if not self._keeper.ended.wait(END_S) and not self._kill():
             raise ChildEnded(f"process {self.pid} was killed and waits in the kernel for a medium that does not answer")
+
+    def _hang_up(self) -> None:
+        """Shut the connection down, which whoever sends or receives notices; what has come can still be received.
+
+        It is closed with this object, when nobody uses it any more.
+        """
+        try:
+            self._end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended
 
 
 # --- the child's side -------------------------------------------------------------------------
@@ -437,8 +457,9 @@ class ChildProcess(Uncopied):
 class Served:
     """Interface of a piece of work to the parent. Thread-safe."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, end: socket.socket) -> None:
         self._connection = connection
+        self._end = end
         self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, SimpleQueue[tuple[bool, Any]]] = {}
@@ -464,9 +485,10 @@ class Served:
         self._send("note", name, arguments)
 
     def _send(self, *message: Any) -> None:
+        data = ForkingPickler.dumps(message)  # as in `ChildProcess._send`
         with self._sending:
             try:
-                self._connection.send(message)
+                self._connection.send_bytes(data)
             except OSError:
                 os._exit(0)
 
@@ -503,7 +525,7 @@ class Served:
             self._cancelled = True
         elif kind == "memory":
             name, num_bytes = rest
-            file = recv_handle(self._connection)
+            _, [file], _, _ = socket.recv_fds(self._end, 1, 1)
             try:
                 self._memory[name] = mmap.mmap(file, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
             except OSError as error:
@@ -528,13 +550,15 @@ def serve(descriptor: int, parent: int, work: Work) -> NoReturn:
         descriptor: The socket to the parent. parent: Its process id.
     """
     _end_with(parent)
+    _give_up_terminal()
     _be_ended_first()
     for number in NOT_FOR_CHILDREN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_CHILDREN)
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
-    served = Served(connection)
+    connection, end = Connection(descriptor), socket.socket(fileno=os.dup(descriptor))
+    end.setblocking(True)
+    served = Served(connection, end)
     served._send("ready")
     try:
         while os.getppid() == parent:
@@ -543,6 +567,18 @@ def serve(descriptor: int, parent: int, work: Work) -> NoReturn:
     except (EOFError, OSError):
         pass
     os._exit(0)
+
+
+def _give_up_terminal() -> None:
+    """Have no terminal, and nothing that is started here: it would stop who asks there, as we are in the background.
+
+    The session stays that of the parent: a niceness counts among the processes of one session only.
+    """
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+    except OSError:
+        pass  # there is none
 
 
 def _be_ended_first() -> None:

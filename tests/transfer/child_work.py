@@ -58,6 +58,39 @@ def do_say(served: Served, text: str) -> None:
     os._exit(3)
 
 
+def do_die_beside_a_fork(served: Served) -> None:
+    """Die while a fork has whatever is open here."""
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(60)
+        os._exit(0)
+    served.tell("forked", fork)
+    os._exit(3)
+
+
+def do_open_terminal(served: Served) -> str:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError as error:
+        return str(error.strerror)
+    return "has one"
+
+
+def do_log_while_it_is_sent(served: Served) -> Any:
+    return _Telling(served)
+
+
+class _Telling:
+    """Tells something while it is pickled, as a destructor may that the collection of garbage calls."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def __reduce__(self) -> Any:
+        self._served.tell("logged")
+        return int, (5,)
+
+
 def do_exhaust(served: Served) -> None:
     import resource
 

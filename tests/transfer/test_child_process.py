@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ from cas_ckpt.parallel import child_process
 from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess
 from tests.no_threads import no_thread_can_be_started
 from tests.processes import PIPE, Forked
-from tests.transfer.child_work import ENTRY, parent_of_one
+from tests.transfer.child_work import ENTRY, do_open_terminal, parent_of_one
 
 PR_SET_CHILD_SUBREAPER = 36
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -115,6 +117,71 @@ def test_a_child_that_dies_says_how_and_what_it_wrote() -> None:
         with pytest.raises(ChildEnded):
             run(child, "ask", 1)
         child.close()
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 20_000_000])
+def test_a_child_that_dies_is_noticed_while_a_fork_has_its_end_of_the_connection(sent_bytes: int) -> None:
+    child, was_let_go = ChildProcess(ENTRY), threading.Event()
+    forks: list[int] = []
+
+    def let_go() -> None:
+        was_let_go.set()
+        os.kill(forks[0], signal.SIGKILL)
+
+    timer = threading.Timer(5, let_go)  # rather than for ever
+
+    def forked(name: str, arguments: Sequence[Any]) -> None:
+        forks.append(arguments[0])
+        timer.start()
+        if sent_bytes:
+            child._send("cancel", bytes(sent_bytes))  # more than the kernel keeps, and nobody reads
+
+    with pytest.raises(ChildEnded, match="status 3"):
+        run(child, "die_beside_a_fork", note=forked)
+    assert not was_let_go.is_set(), "it waited for the fork"
+    timer.cancel()
+    let_go()
+
+
+def test_a_timeout_for_the_sockets_of_the_program_does_not_concern_the_child() -> None:
+    socket.setdefaulttimeout(5.0)
+    try:
+        child = ChildProcess(ENTRY)
+        descriptor = os.memfd_create("lent")
+        os.truncate(descriptor, 4096)
+        child.lend(7, descriptor, 4096)
+        os.close(descriptor)
+        assert run(child, "sum", 7) == 0
+        long = "x" * 20_000_000
+        assert run(child, "ask", long, answer=lambda name, given: given[0]) == long
+        child.close()
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_a_child_has_no_terminal() -> None:
+    """Of which it, and what it starts, would be a group in the background: stopped by what it asks there."""
+    with Forked(_parent_with_a_terminal, stdout=PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.read() == f"has one, {os.strerror(errno.ENXIO)}\n"
+
+
+def _parent_with_a_terminal() -> None:
+    os.setsid()
+    terminal = os.openpty()
+    os.open(os.ttyname(terminal[1]), os.O_RDWR)  # the first that the leader of a session opens is its own
+    child = ChildProcess(ENTRY)
+    print(do_open_terminal(None), run(child, "open_terminal"), sep=", ")  # type: ignore[arg-type]
+    child.close()
+
+
+def test_what_is_told_while_something_is_pickled_does_not_wait_for_it(child: ChildProcess) -> None:
+    told: list[str] = []
+    timer = threading.Timer(5, os.kill, (child.pid, signal.SIGKILL))  # rather than for ever
+    timer.start()
+    assert run(child, "log_while_it_is_sent", note=lambda name, given: told.append(name)) == 5
+    assert told == ["logged"]
+    timer.cancel()
 
 
 def test_a_child_that_cannot_start_is_an_error_in_time() -> None:
