@@ -44,7 +44,7 @@ from cas_ckpt.formats.dcp_metadata import (
 )
 from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch, most_read
 from cas_ckpt.formats.models import check_inside
-from cas_ckpt.formats.pickles import read_torch_pickle
+from cas_ckpt.formats.pickles import most_bytes, read_torch_pickle
 from cas_ckpt.formats.torch_file import Saved, check_extent, is_our_byte_order, pickle_stream, torch_members
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
@@ -79,9 +79,12 @@ def folder_tree(
     check_places(metadata, files)
     scratch = Scratch()
     objects = {}
+    left = most_bytes(sum(place.length for place in metadata.objects.values()))  # of all that is decompressed
     for key, place in metadata.objects.items():
         what = f"{key} in {place.file}"
-        objects[key] = load_item(files, place, MAX_DECODED_BYTES, what=what)
+        data = item_bytes(files, place, left, what=what)
+        left -= len(data) if place.transforms else 0
+        objects[key] = Saved(data, what=what).content()
         check_extent(objects[key], place.length, what=what)
     leaves: dict[str, Item] = {}
     for name, item in capture_state(objects, allow_pickle=allow_pickle).children.items():
@@ -213,12 +216,12 @@ def check_places(metadata: FolderMetadata, files: DataFiles) -> None:
             end = stop
 
 
-def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
-    """What torch.save wrote at `place`; at most `limit` bytes, if it has to be decompressed.
+def item_bytes(files: DataFiles, place: Place, limit: int, *, what: str) -> bytearray:
+    """The bytes that torch.save wrote at `place`; at most `limit`, if they have to be decompressed.
 
     Raises:
-        UnsupportedValueError: it names what no state needs.
-        InvalidInputError: malformed.
+        UnsupportedValueError: a compression that is not known.
+        InvalidInputError: too long, or malformed.
     """
     if place.length > MAX_DECODED_BYTES:
         raise InvalidInputError(f"{what}: {place.length} bytes to be decoded at once: too long to be an object")
@@ -235,15 +238,16 @@ def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
         except zstandard.ZstdError as error:
             raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
         if len(data) > most:
-            raise InvalidInputError(f"{what}: decompresses to more than {most} bytes: the metadata says less")
+            raise InvalidInputError(f"{what}: decompresses to more than {most} bytes: it should be less")
     if not data:
         raise InvalidInputError(f"{what}: nothing is there: fetch or write it again")
-    return Saved(data, what=what).content()
+    return data
 
 
 # --- tensors, box by box ---------------------------------------------------------------------
 
 _MAX_PICKLE_BYTES = 1 << 20
+"""Of a chunk that is read by offset."""
 _FRAME_BYTES = 1 << 20
 """What torch.save puts around a tensor, at most."""
 
@@ -358,7 +362,8 @@ class SavedArray:
 
     def decode(self) -> Array:
         """All elements, by way of torch."""
-        tensor = load_item(self._files, self._place, self.spec.num_bytes + _FRAME_BYTES, what=self.what)
+        most = self.spec.num_bytes + _FRAME_BYTES
+        tensor = Saved(item_bytes(self._files, self._place, most, what=self.what), what=self.what).content()
         if not isinstance(tensor, torch.Tensor):
             raise InvalidInputError(f"{self.what}: a {type(tensor).__name__} where a tensor should be: write it again")
         plain = supported(tensor, (self.what,)).detach()
@@ -403,6 +408,8 @@ class SavedArray:
 
 def _described(members: Mapping[str, Member], read: Read, what: str) -> tuple[torch.Tensor, str] | None:
     """A tensor as it lies in its storage, without the bytes, and the key of that; None: only torch can read it."""
+    if members["data.pkl"].size > _MAX_PICKLE_BYTES:
+        return None
     keys: list[str] = []
 
     def no_bytes(key: str, dtype: torch.dtype, count: int) -> torch.UntypedStorage:
@@ -413,7 +420,7 @@ def _described(members: Mapping[str, Member], read: Read, what: str) -> tuple[to
         stream = pickle_stream(members, read, what=what)
         found = read_torch_pickle(stream, no_bytes, file_bytes=stream.getbuffer().nbytes, what=what)
     except InvalidInputError:
-        return None  # `load_item` judges it
+        return None  # `decode` judges it
     is_plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout is torch.strided and len(keys) == 1
     return (found, keys[0]) if is_plain and not (found.is_quantized or found.is_conj() or found.is_neg()) else None
 

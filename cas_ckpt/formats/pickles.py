@@ -16,7 +16,7 @@ import math
 import pickle
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -46,6 +46,9 @@ _MOVED = MappingProxyType({"__builtin__": "builtins", "numpy.core.multiarray": "
 
 _COPIED_BYTES = 64
 """An element of a dict, a list or a text that is copied, at most."""
+
+_COPIED = (str, bytes, bytearray, list, tuple, dict, set)
+"""What calls may copy. Those that take tensors copy none; the others take nothing else that has elements."""
 
 Storage = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 """From the key of a storage, the dtype and the number of its elements to its bytes."""
@@ -157,7 +160,7 @@ class _Unpickler(pickle._Unpickler):
                 f"{self.what}: calls {name[:80]}, which saved state never does: a bomb, or damaged; fetch the file "
                 "from somewhere else"
             )
-        self.count(_COPIED_BYTES * sum(len(each) for each in args if isinstance(each, (str, bytes, list, tuple, dict))))
+        self.count(_COPIED_BYTES * sum(len(each) for each in args if isinstance(each, _COPIED)))
         return call(*args)
 
     def count(self, num_bytes: int) -> None:
@@ -168,9 +171,10 @@ class _Unpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
-        if type(made) is OrderedDict and type(state) is dict and all(type(name) is str for name in state):
-            self.count(_COPIED_BYTES * len(state))
-            vars(made).update(state)  # as `Module.state_dict()` has its `_metadata`
+        if type(made) is OrderedDict and type(state) is dict:
+            # Of `Module.state_dict()`; other attributes are in no commit, and could hide methods.
+            if "_metadata" in state:
+                vars(made)["_metadata"] = state["_metadata"]
         else:
             self.build(made, state)
 
@@ -219,15 +223,12 @@ def _plain(keys: Iterable[Any]) -> Iterable[Any]:
 _CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 """NumPy's elements whose bytes are their values."""
 
-_REBUILDS = (
-    *("tensor", "tensor_v2", "tensor_v3", "qtensor", "parameter", "parameter_with_state", "meta_tensor_no_storage"),
-)
-_CALLED = (
-    *(f"torch._utils._rebuild_{name}" for name in _REBUILDS),
-    *("torch.nn.parameter.Parameter", "torch.Size", "torch.device"),
-)
+_REBUILDS = ("tensor", "tensor_v2", "tensor_v3", "parameter", "meta_tensor_no_storage")
+_CALLED = (*(f"torch._utils._rebuild_{name}" for name in _REBUILDS), *("torch.nn.parameter.Parameter", "torch.device"))
 """Torch's own, which make nothing but views of storages, and objects around them."""
 
+_PACKED = 4
+"""Quantized elements in a byte, at most."""
 
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, *SPARSE_LAYOUTS.values())}
 
@@ -240,7 +241,7 @@ class _Dtype:
 
     def order_is(self, state: Any) -> None:
         """Take the state that NumPy writes of such a dtype."""
-        order = state[1]
+        order = state[1] if _is_tuple_of(state, (str, int, type(None))) else None
         if order not in ("<", ">", "|") or state != (3, order, None, None, None, -1, -1, 0):
             raise ValueError(f"the dtype {self.dtype} with a state that is not a number's")
         self.dtype = self.dtype.newbyteorder(order)
@@ -253,20 +254,26 @@ class _TorchUnpickler(_Unpickler):
         self._storage = storage
         own = {
             "_codecs.encode": _latin_1, "builtins.bytes": lambda: b"", "builtins.bytearray": _bytearray,
-            "builtins.set": lambda items: set(_plain(items)), "builtins.complex": complex,
+            "builtins.set": _set, "builtins.complex": complex, "torch.Size": _size,
             "collections.Counter": _counter, "collections.OrderedDict": _ordered,
             "numpy.ndarray": np.ndarray, "numpy.dtype": self._dtype, "numpy._core.multiarray.scalar": _scalar,
             "numpy._core.multiarray._reconstruct": _empty_array, "torch._tensor._rebuild_from_type_v2": self._of_type,
             "torch._utils._rebuild_sparse_tensor": _sparse, "torch.serialization._get_layout": _layout,
+            "torch._utils._rebuild_qtensor": self._quantized,
+            "torch._utils._rebuild_parameter_with_state": self._parameter,
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": self._on_host,
         }  # fmt: skip
-        found = {**private(SAFE_GLOBALS)(), **own}
+        self._torch = private(SAFE_GLOBALS)()
+        found = {**self._torch, **own}
         super().__init__(stream, found, {*own, *_CALLED} - {"numpy.ndarray"}, left, what)
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage: ("storage", type, key, location, number of elements), of torch before 1.6 with a None more."""
+        if type(pid) is not tuple or len(pid) not in (5, 6):
+            raise ValueError("a storage that is not named as torch names it")
         kind, named, key, _, count, *view = pid
-        if kind != "storage" or type(key) is not str or type(count) is not int or count < 0 or any(view):
+        is_known = type(kind) is str and kind == "storage" and type(key) is str and type(count) is int and count >= 0
+        if not is_known or any(each is not None for each in view):
             raise ValueError("a storage that is not named as torch names it")
         dtype = torch.uint8 if named is torch.UntypedStorage else named.dtype
         return typed_storage(self._storage(key, dtype, count), dtype)
@@ -276,9 +283,14 @@ class _TorchUnpickler(_Unpickler):
         if isinstance(made, _Dtype):
             made.order_is(state)
             return
-        version, shape, named, is_fortran, data = state
-        if type(made) is not np.ndarray or made.shape != (0,) or version != 1 or type(data) is not bytes:
+        if type(made) is not np.ndarray or made.shape != (0,) or type(state) is not tuple:
             raise ValueError("it gives a state to something that has none")
+        version, shape, named, is_fortran, data = state
+        is_known = type(version) is int and version == 1 and _is_tuple_of(shape, (int,)) and type(named) is _Dtype
+        is_known = is_known and type(is_fortran) is bool
+        if not is_known or not isinstance(data, bytes):
+            raise ValueError("an array with a state that is not written as NumPy writes it")
+        self.count(len(data))
         dtype = named.dtype
         if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError(f"an array of shape {shape} and dtype {dtype} with {len(data)} bytes")
@@ -294,14 +306,37 @@ class _TorchUnpickler(_Unpickler):
     def _of_type(self, call: Any, _kind: Any, args: Any, _state: Any) -> Any:
         return self.make(call, args)  # attributes of tensors are in no commit
 
+    def _parameter(self, data: Any, requires_grad: Any, hooks: Any, _state: Any) -> Any:
+        return self._torch["torch._utils._rebuild_parameter"](data, requires_grad, hooks)  # as `_of_type`
+
+    def _quantized(self, storage: Any, offset: Any, size: Any, stride: Any, how: Any, *rest: Any) -> Any:
+        """As torch's own, which makes tensors: of what is in lists, and of the size before it has the storage."""
+        if type(how) is not tuple or not _is_tuple_of(size, (int,)):
+            raise TypeError("a quantized tensor that is not written as torch writes it")
+        if math.prod(size) > storage.nbytes() * _PACKED:
+            raise ValueError("a quantized tensor longer than its storage: a bomb")
+        for each in how:
+            if isinstance(each, torch.Tensor):
+                _check_own(each)
+            elif type(each) is list and any(type(number) not in (int, float) for number in each):
+                raise TypeError("a quantized tensor whose scales are no numbers")
+        return self._torch["torch._utils._rebuild_qtensor"](storage, offset, size, stride, how, *rest)
+
     def _on_host(self, data: torch.Tensor, dtype: torch.dtype, _device: str, requires_grad: bool) -> torch.Tensor:
+        if not isinstance(data, torch.Tensor) or type(dtype) is not torch.dtype:
+            raise TypeError("a tensor of another device that is made of no tensor")
         self.count(16 * data.numel())
         return data.to(dtype).requires_grad_(requires_grad)
 
 
+def _is_tuple_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether it is a tuple of these alone: comparing a tensor makes another."""
+    return type(value) is tuple and all(type(each) in kinds for each in value)
+
+
 def _latin_1(text: str, encoding: str = "latin1") -> bytes:
     """Bytes, as pickles of protocol 2 write them."""
-    if encoding not in ("latin1", "latin-1"):
+    if type(encoding) is not str or encoding not in ("latin1", "latin-1"):
         raise ValueError("bytes that are not written as pickle writes them")
     return str.encode(text, "latin-1")
 
@@ -313,13 +348,30 @@ def _bytearray(data: Any = b"", *encoding: str) -> bytearray:
 
 
 def _counter(counts: Any = MappingProxyType({})) -> Counter[Any]:
-    if not isinstance(counts, Mapping):
+    if not isinstance(counts, (dict, MappingProxyType)):
         raise TypeError("a Counter of something else than a dict")
     return Counter(counts)
 
 
+def _elements(items: Any) -> Any:
+    """`items`, seen to be something whose elements were counted."""
+    if type(items) not in (list, tuple, set):
+        raise TypeError(f"elements of a {type(items).__name__}")
+    return items
+
+
+def _set(items: Any) -> set[Any]:
+    return set(_plain(_elements(items)))
+
+
+def _size(sizes: Any = ()) -> torch.Size:
+    return torch.Size(_elements(sizes))
+
+
 def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
-    pairs = list(items)
+    pairs = list(_elements(items))
+    if any(type(pair) not in (list, tuple) for pair in pairs):
+        raise TypeError("an OrderedDict of something else than pairs")
     return OrderedDict(zip(_plain(key for key, _ in pairs), (value for _, value in pairs), strict=True))
 
 
@@ -328,20 +380,38 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
-    if kind is not np.ndarray or shape != (0,) or code != b"b":
+    if kind is not np.ndarray or not _is_tuple_of(shape, (int,)) or shape != (0,) or code != b"b":
         raise ValueError("an array that is not made as NumPy makes it")
     return np.empty(0, np.int8)
 
 
-def _scalar(dtype: _Dtype, data: bytes) -> Any:
+def _scalar(dtype: _Dtype, data: Any) -> Any:
+    if type(data) is not bytes:
+        raise TypeError(f"a number made of a {type(data).__name__}")
     return np.frombuffer(data, dtype.dtype).reshape(())[()]
+
+
+def _check_own(part: Any) -> None:
+    """See that it is a tensor no longer than its storage: some of torch's functions make a copy."""
+    if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
+        raise TypeError("a part of a tensor that is no plain tensor")
+    if part.numel() * part.itemsize > part.untyped_storage().nbytes():
+        raise ValueError("a part of a tensor that is longer than its storage: a bomb")
 
 
 def _sparse(layout: torch.layout, parts: Any) -> torch.Tensor:
     """As torch's own, which notes each for a later check; here whoever captures the tensor checks its indices."""
-    if layout is not torch.sparse_coo:
-        rows, columns, values, size = parts
+    if type(parts) is not tuple:
+        raise TypeError("a sparse tensor without its parts")
+    is_coo = layout is torch.sparse_coo
+    *indices, values, size = parts[:3] if is_coo else parts
+    coalesced = parts[3:]
+    for part in (*indices, values):
+        _check_own(part)
+    if any(each.dtype not in ((torch.int64,) if is_coo else (torch.int64, torch.int32)) for each in indices):
+        raise TypeError("indices of a sparse tensor that are not int64")  # torch would convert them
+    if not is_coo:
+        rows, columns = indices
         return torch.sparse_compressed_tensor(rows, columns, values, size, layout=layout, check_invariants=False)
-    indices, values, size, *coalesced = parts
-    known = coalesced[0] if coalesced else None
-    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=known, check_invariants=False)
+    (at,), known = indices, coalesced[0] if coalesced else None
+    return torch.sparse_coo_tensor(at, values, size, is_coalesced=known, check_invariants=False)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
@@ -40,8 +41,10 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import translated
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read, stored_members
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
+from cas_ckpt.training.capture.composites import compressed_indices
 from cas_ckpt.training.capture.tensors import HostTensor
 from cas_ckpt.training.stateful import module_versions, set_versions
+from cas_ckpt.training.torch_internals import sparse_parts
 from cas_ckpt.training.verbs import load_state
 
 VALUE = "value"
@@ -193,7 +196,7 @@ class Saved:
         """Of torch before 1.6: pickles of a magic number, protocol, system, content and keys of the storages, these."""
         stream = self._data if isinstance(self._data, mmap.mmap) else io.BytesIO(self._data)
         found = [self._load(stream, self._in_memory) for _ in range(2)]
-        if found != [_MAGIC_NUMBER, _PROTOCOL]:
+        if any(type(each) is not int for each in found) or found != [_MAGIC_NUMBER, _PROTOCOL]:
             raise self._no_torch("no zip, and no file of torch before 1.6")
         _, content, keys = (self._load(stream, self._in_memory) for _ in range(3))
         is_known = type(keys) is list and all(type(key) is str for key in keys)
@@ -345,19 +348,35 @@ def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
 
 
 def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Entries and tensor bytes at and below `value`; what is referred to twice is visited once, counted twice.
+    """Entries, and bytes of tensors, arrays and texts, at and below `value`.
+
+    What is referred to twice is visited once, counted twice. Attributes of instances have no say in it.
 
     Args:
         known: By id, of what was visited before.
     """
     if isinstance(value, torch.Tensor):
-        return 1, value.numel() * value.element_size() if value.layout == torch.strided else 0
-    if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        return 1, sum(part.numel() * part.itemsize for part in _parts(value))
+    if isinstance(value, (str, bytes, bytearray)):
+        return 1, len(value)
+    if isinstance(value, np.ndarray):
+        return 1, value.nbytes
+    if not isinstance(value, (dict, list, tuple, set, frozenset)):
         return 1, 0
     if depth > MAX_DEPTH:
         raise RecursionError("deeper than any state")
     if id(value) not in known:
-        parts = value.values() if isinstance(value, Mapping) else value
+        parts, keys = (dict.values(value), dict.keys(value)) if isinstance(value, dict) else (value, ())
         pairs = [_extent(part, depth + 1, known) for part in parts]
-        known[id(value)] = (1 + sum(entries for entries, _ in pairs), sum(size for _, size in pairs))
+        key_bytes = sum(_extent(key, depth + 1, known)[1] for key in keys)
+        known[id(value)] = (1 + sum(entries for entries, _ in pairs), key_bytes + sum(size for _, size in pairs))
     return known[id(value)]
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The plain tensors that it is made of."""
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return sparse_parts(tensor)
+    return *compressed_indices(tensor), tensor.values()

@@ -23,11 +23,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats import pickles
+from cas_ckpt.formats.dcp_import import _described
 from cas_ckpt.formats.dcp_metadata import ALLOWED_NAMES
 from cas_ckpt.formats.pickles import read_pickle
 from cas_ckpt.formats.verbs import import_any
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.storage.stored_zip import Member
 from tests.dcp.folder.dcp_folders import change_metadata, move_item, read_metadata, save_boxes, save_folder
 from tests.ops.files.import_files import assert_refused, import_file, try_import
 
@@ -300,3 +303,21 @@ def test_a_stream_that_grows_too_much_is_refused(repo: RepositoryHandle, tmp_pat
     folder = save_folder(tmp_path / "checkpoint", {"v": torch.ones(50)}, _extensions=[ZStandard()])
     bomb = zstandard.ZstdCompressor().compress(b"\0" * (64 << 20))
     assert_refused(repo, replace_item(folder, "v", bomb), "decompresses to more than")
+
+
+def test_compressed_objects_have_one_budget(
+    repo: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "FREE_BYTES", 5 << 20)
+    monkeypatch.setattr(pickles, "MAX_GROWTH", 1)
+    values = {name: [torch.zeros(1 << 21, dtype=torch.uint8), name] for name in "abc"}
+    objects = {name: (value,) for name, value in values.items()}
+    folder = save_folder(tmp_path / "checkpoint", {"x": objects}, _extensions=[ZStandard()])
+    assert_refused(repo, folder, r"x\.c in .*decompresses to more than")
+
+
+def test_a_long_pickle_of_a_chunk_is_not_read_to_find_where_its_tensor_is() -> None:
+    def read(_at: int, _size: int) -> bytes:
+        raise AssertionError("it is read")
+
+    assert _described({"data.pkl": Member(0, 100 << 20, 0)}, read, "x") is None

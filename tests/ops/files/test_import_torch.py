@@ -12,16 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy._core.multiarray import _reconstruct as np_reconstruct  # type: ignore[attr-defined]
+from numpy._core.multiarray import scalar as np_scalar
 from safetensors.torch import save_file
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
-from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats import pickles
 from cas_ckpt.formats import torch_file as mapped
 from cas_ckpt.formats.folders import FileSource
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -245,6 +249,117 @@ def test_a_pickle_that_asks_for_memory_by_number_is_refused_before_it_is_loaded(
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
+
+
+WIDE = torch.zeros(1).expand(3000)
+LONG = "a" * (1 << 20)
+
+
+class Call:
+    """Pickled as a call."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any, state: Any = None) -> None:
+        self.parts = (call, args) if state is None else (call, args, state)
+
+    def __reduce__(self) -> Any:
+        return self.parts
+
+
+def sparse(indices: torch.Tensor, values: torch.Tensor) -> Call:
+    return Call(torch._utils._rebuild_sparse_tensor, torch.sparse_coo, (indices, values, (5,)))
+
+
+LONGER_THAN_SAID: dict[str, Any] = {
+    "set of a tensor": Call(set, WIDE),
+    "OrderedDict of a tensor": Call(OrderedDict, torch.zeros(1, 1).expand(50, 2)),
+    "OrderedDict of an array": Call(OrderedDict, np.zeros((50, 2))),
+    "torch.Size of a tensor": Call(torch.Size, torch.zeros(1, dtype=torch.int64).expand(30)),
+    "indices that are converted": sparse(torch.zeros(1, 3, dtype=torch.int32), torch.ones(3)),
+    "indices that are expanded": sparse(torch.zeros(1, 1, dtype=torch.int64).expand(1, 3000), torch.ones(3000)),
+    "values that are expanded": sparse(torch.zeros(1, 3000, dtype=torch.int64), WIDE),
+    "parts in a list": Call(torch._utils._rebuild_sparse_tensor, torch.sparse_coo,
+                            [torch.zeros(1, 3, dtype=torch.int64), torch.ones(3), (5,)]),
+    "number of a tensor": Call(np_scalar, np.dtype("f4"), np.zeros(1, "f4")),
+    "state in a list": Call(np_reconstruct, np.ndarray, (0,), b"b", state=[1, (3,), np.dtype("f4"), False, b"a" * 12]),
+    "empty array of a shape": Call(np_reconstruct, np.ndarray, np.zeros(1, int), b"b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONGER_THAN_SAID)
+def test_a_call_takes_nothing_that_is_longer_than_the_file(repo: RepositoryHandle, tmp_path: Path, name: str) -> None:
+    torch.save([LONGER_THAN_SAID[name]], tmp_path / "s.pt")
+    assert_refused(repo, tmp_path / "s.pt", "no pickle can be read|written as NumPy writes it")
+
+
+REPEATED: dict[str, Any] = {
+    "a set of a set": lambda: [Call(set, items) for items in [{*range(1000)}] * 40],
+    "an OrderedDict of pairs": lambda: [
+        Call(OrderedDict, pairs) for pairs in [{(each, 1) for each in range(1000)}] * 40
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_elements_that_calls_copy_are_counted(
+    repo: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(pickles, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(pickles, "MAX_GROWTH", 1)
+    torch.save(REPEATED[name](), tmp_path / "s.pt")
+    assert_refused(repo, tmp_path / "s.pt", "copies its own content")
+
+
+def with_attributes(**attributes: Any) -> OrderedDict[str, Any]:
+    made = OrderedDict({"x": [torch.zeros(1).expand(1 << 40)]})
+    vars(made).update(attributes)
+    return made
+
+
+class Hidden(torch.nn.Parameter):
+    """Pickled as a Parameter with attributes."""
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        hidden = {"numel": "x", "is_quantized": 1}
+        return torch._utils._rebuild_parameter_with_state, (self.data, False, OrderedDict(), hidden)
+
+
+def test_attributes_of_instances_hide_nothing(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save([with_attributes(values="x", keys="x")], tmp_path / "s.pt")
+    assert_refused(repo, tmp_path / "s.pt", "unfold")
+    torch.save({"x": Hidden(torch.ones(3))}, tmp_path / "p.pt")
+    assert torch.equal(load_state(repo, import_file(repo, tmp_path / "p.pt").id)["x"], torch.ones(3))
+
+
+UNFOLDING: dict[str, Callable[[], Any]] = {
+    "text": lambda: LONG,
+    "bytes": LONG.encode,
+    "bytearray": lambda: bytearray(1 << 20),
+    "keys": lambda: {LONG: 1},
+    "arrays": lambda: np.zeros(1 << 20, np.uint8),
+    "sparse COO": lambda: torch.ones(1 << 16).to_sparse(),
+    "sparse CSR": lambda: torch.ones(1 << 8, 1 << 8).to_sparse_csr(),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLDING)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_all_that_has_a_length_is_counted_as_often_as_it_is_referred_to(name: str) -> None:
+    value = UNFOLDING[name]()
+    mapped.check_extent([value] * 4, 1 << 21, what="s.pt")
+    with pytest.raises(InvalidInputError, match=r"s\.pt: .* unfold"):
+        mapped.check_extent([value] * 1500, 1 << 21, what="s.pt")
+
+
+def test_the_numbers_of_an_old_file_are_numbers(tmp_path: Path, repo: RepositoryHandle) -> None:
+    torch.save([1], tmp_path / "s.pt", _use_new_zipfile_serialization=False)
+    magic = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+    data = (tmp_path / "s.pt").read_bytes()
+    assert data.startswith(magic)
+    storage = b"(X\x07\0\0\0storagectorch\nByteStorage\nX\x01\0\0\0aX\x03\0\0\0cpuK\x01Nt\x51"
+    size = b"J\0\0\0\x04\x85"  # 1 << 26 elements of one
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + size + b"K\0\x85\x89Ntq\x01R."
+    (tmp_path / "s.pt").write_bytes(b"\x80\x02" + tensor + data[len(magic) :])
+    assert_refused(repo, tmp_path / "s.pt", "no file of torch before 1.6")
 
 
 DEEP = b")" + b"\x85" * 100_000
