@@ -44,6 +44,7 @@ _ARMOR_COLUMNS = 70
 _PUBLIC_KEY = re.compile(
     r"(?P<type>(?:sk-)?(?:ssh|ecdsa)-[\w.@-]+)[ \t]+(?P<key>AAAA[\w+/]+=*)(?:[ \t]+(?P<comment>.*))?"
 )
+_NO_LINE = re.compile("[\n\0\ud800-\udfff]")
 _PLAIN_NAME = re.compile(r"(?!(?:sk-)?(?:ssh|ecdsa)-)[\w.@+-]+")
 """Comments of public keys that will do as the name of a signer."""
 
@@ -229,32 +230,46 @@ class Trust:
     def _verified(
         self, folder: str, claimed: SignatureInfo, blob: bytes, message: bytes, time_s: float
     ) -> SignatureInfo:
-        Path(folder, "allowed_signers").write_text("".join(f"{line}\n" for line in self.signers), encoding="utf-8")
         Path(folder, "signature").write_text(armored(blob))
         try:  # in local time, as OpenSSH before 9.1 takes no other
             moment = f"-Overify-time={datetime.fromtimestamp(time_s):%Y%m%d%H%M%S}"
         except (OverflowError, ValueError, OSError):
             moment = "-Overify-time=none"  # which no key is valid at
         files = ("-f", "allowed_signers", "-s", "signature", moment)
-        done = _ssh_keygen("find-principals", *files, data=b"", folder=folder)
-        named = done.stdout.decode(errors="replace").splitlines() if done.returncode == 0 else []
-        for name in named:
-            whole = ("verify", "-n", NAMESPACE, "-I", name, *files)
-            done = _ssh_keygen(*whole, data=message, folder=folder)
-            if done.returncode == 0:
-                for revoked in self.revoked:
-                    Path(folder, "revoked").write_bytes(revoked)
-                    if _ssh_keygen(*whole, "-r", "revoked", data=message, folder=folder).returncode != 0:
-                        return replace(claimed, verdict=Verdict.REVOKED, reason="its key is revoked")
-                return replace(claimed, verdict=Verdict.GOOD, signers=tuple(named), reason="")
+        said = []
+        own = [line for line in self.signers if _key_of(line) == claimed.fingerprint]
+        # find-principals stops at the first line of a key, which may not be the one that fits: then each is asked
+        for lines in (self.signers, *([line] for line in own if len(own) > 1)):
+            Path(folder, "allowed_signers").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            done = _ssh_keygen("find-principals", *files, data=b"", folder=folder)
+            named = done.stdout.decode(errors="replace").splitlines() if done.returncode == 0 else []
+            for name in named:
+                whole = ("verify", "-n", NAMESPACE, "-I", name, *files)
+                done = _ssh_keygen(*whole, data=message, folder=folder)
+                if done.returncode == 0:
+                    for revoked in self.revoked:
+                        Path(folder, "revoked").write_bytes(revoked)
+                        if _ssh_keygen(*whole, "-r", "revoked", data=message, folder=folder).returncode != 0:
+                            return replace(claimed, verdict=Verdict.REVOKED, reason="its key is revoked")
+                    return replace(claimed, verdict=Verdict.GOOD, signers=tuple(named), reason="")
+            said.append(_said(done))
         fits = _ssh_keygen("check-novalidate", "-n", NAMESPACE, "-s", "signature", data=message, folder=folder)
         if fits.returncode != 0:
             return replace(claimed, verdict=Verdict.BAD, reason=_said(fits))
-        reason = _said(done)
-        is_late = "key has expired" in reason or "key is not yet valid" in reason
+        late = [each for each in said if "key has expired" in each or "key is not yet valid" in each]
+        reason, is_late = (late or said)[0], bool(late)
         if reason == "No principal matched":
             reason = "its key is of nobody who is trusted"
         return replace(claimed, verdict=Verdict.EXPIRED if is_late else Verdict.UNTRUSTED, reason=reason)
+
+
+def _key_of(line: str) -> str:
+    """The fingerprint of the key in a line of trust; empty if it is malformed."""
+    key = _PUBLIC_KEY.search(line)
+    try:
+        return "" if key is None else _fingerprint(base64.b64decode(key["key"], validate=True))
+    except (binascii.Error, ValueError):
+        return ""
 
 
 # --- what is trusted --------------------------------------------------------------------------
@@ -306,7 +321,7 @@ def parse_signers(lines: Sequence[str], *, name: str = "trust") -> tuple[str, ..
     found = []
     for number, line in enumerate(lines, 1):
         text = line.strip(" \t\r\n")
-        is_one = "\n" not in text and "\0" not in text
+        is_one = _NO_LINE.search(text) is None
         if is_one and (not text or text.startswith("#")):
             continue
         key = _PUBLIC_KEY.search(text)

@@ -23,7 +23,7 @@ import io
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from os import PathLike
 from typing import Any, NoReturn
@@ -197,13 +197,17 @@ def _with_streams(value: Any, own: Any) -> Any:
 
 
 class _Unreadable(Metadata):
-    """The metadata of a commit that cannot be read."""
+    """The metadata of a commit that cannot be read: every field raises why."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def _field(self) -> NoReturn:
         raise self.error
+
+
+for _each in fields(Metadata):
+    setattr(_Unreadable, _each.name, property(_Unreadable._field))
 
 
 class CasStorageReader(StorageReader):

@@ -19,7 +19,7 @@ import json
 import re
 import sqlite3
 import statistics
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
@@ -43,7 +43,8 @@ class QueryLimits:
 
     Attributes:
         max_rows: Rows.
-        max_bytes: Bytes of all values together: of texts and bytes their length, 8 of any other.
+        max_bytes: Bytes of all values together: 8 of each, and besides of texts and bytes their length, of an
+            integer 8 for every 64 bits.
         timeout_s: Seconds.
     """
 
@@ -122,6 +123,9 @@ def _value(name: str, value: Any) -> Any:
 
 _PLAIN = frozenset({type(None), int, float, str, bytes})
 
+_MOST_DIGITS = 307
+"""A longer number is text: no float can hold it, and Python prints no integer of more than 4,300."""
+
 
 def _plain(value: Any) -> Any:
     """A value of PostgreSQL as SQLite would have it."""
@@ -130,6 +134,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, Decimal):
+        if value.is_finite() and value.adjusted() > _MOST_DIGITS:
+            return str(value)
         return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
@@ -145,9 +151,13 @@ class _Taken:
         self._num_bytes = 0
         self._end_s = clock.monotonic_s() + limits.timeout_s
 
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self._end_s - clock.monotonic_s()
+
     def is_late(self) -> bool:
         """Whether the time is over."""
-        return clock.monotonic_s() > self._end_s
+        return self.left_s() < 0
 
     def late(self) -> TooLargeError:
         """The error to raise then."""
@@ -174,7 +184,13 @@ class _Taken:
                 raise TooLargeError(
                     f"sql: more than {self.limits.max_rows} rows: ask for fewer (LIMIT), or give more with max_rows="
                 )
-            self._num_bytes += 8 * len(row) + sum([len(each) for each in row if type(each) in (str, bytes)])
+            self._num_bytes += 8 * len(row) + sum(
+                [
+                    each.bit_length() // 64 * 8 if type(each) is int else len(each)
+                    for each in row
+                    if type(each) in (int, str, bytes)
+                ]
+            )
             if self._num_bytes > self.limits.max_bytes:
                 raise self.too_long()
             if self.is_late():
@@ -225,21 +241,26 @@ def _ask_sqlite(database: Database, query: str, values: Mapping[str, Any], taken
             connection.execute("PRAGMA " + pragma)
         connection.execute(_VIRTUAL_TABLES)
         tables = {name for (name,) in connection.execute(_TABLES)}
-        connection.create_aggregate("median", 1, cast(Any, _Median))
+        raised: list[BaseException] = []
+        caught = functools.partial(_caught, raised)
+        median = caught(lambda _: _Median(taken, caught))
+        connection.create_aggregate("median", 1, cast(Any, median.__next__))
         most = min(taken.limits.max_bytes, connection.getlimit(sqlite3.SQLITE_LIMIT_LENGTH))
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        connection.set_progress_handler(taken.is_late, _STEPS_PER_LOOK)
+        connection.set_progress_handler(caught(lambda _: taken.is_late()).__next__, _STEPS_PER_LOOK)
         connection.set_authorizer(functools.partial(_authorize, tables.union(_OF_SQLITE)))
         try:
             cursor = connection.execute(query, values)
             taken.take(cursor)
-        except REFUSED as error:
+        except (MemoryError, *REFUSED) as error:
+            if raised:
+                raise raised[0] from error
             code = getattr(error, "sqlite_errorname", "") or ""
-            if code == "SQLITE_INTERRUPT" or str(error).startswith("user-defined"):
-                if taken.is_late():
-                    raise taken.late() from error
-                raise KeyboardInterrupt from error  # sqlite3 hides what the handler of a signal raised in our functions
+            if code == "SQLITE_INTERRUPT":
+                raise taken.late() from error
+            if isinstance(error, MemoryError):
+                raise
             if code == "SQLITE_TOOBIG" or isinstance(error, sqlite3.DataError):
                 raise taken.too_long() from error
             raise query_refused(error, database.place) from error
@@ -273,28 +294,62 @@ def _authorize(tables: Container[str], action: int, one: str | None, other: str 
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
 
+_Caught = Generator[Any, Any, None]
+
+
+def _caught(raised: list[BaseException], call: Callable[[Any], Any]) -> _Caught:
+    """`call`, for SQLite to call by `send` or `__next__`; what it raises, which sqlite3 hides, is put into `raised`.
+
+    A generator, as that waits inside of its `try`: the handler of a signal may raise when a function has begun and is
+    not yet in it.
+    """
+    calls = _calls(raised, call)
+    next(calls)
+    return calls
+
+
+def _calls(raised: list[BaseException], call: Callable[[Any], Any]) -> _Caught:
+    found = None
+    try:
+        while True:
+            found = call((yield found))
+    except GeneratorExit:
+        return
+    except BaseException as error:
+        raised.append(error)
+        raise
+
+
 class _Median:
-    """The aggregate `median`, which SQLite lacks: of numbers, nulls left out."""
+    """The aggregate `median`, which SQLite lacks: of numbers, nulls left out.
 
-    def __init__(self) -> None:
-        self._values: list[float] = []
+    Attributes:
+        step: Take a value in.
+        finalize: The middle one, or the mean of the two in the middle.
+    """
 
-    def step(self, value: Any) -> None:
-        """Take a value in."""
-        if isinstance(value, (int, float)):
-            self._values.append(value)
+    def __init__(self, taken: _Taken, caught: Callable[[Callable[[Any], Any]], _Caught]) -> None:
+        values: list[float] = []
 
-    def finalize(self) -> float | None:
-        """The middle one, or the mean of the two in the middle."""
-        return float(statistics.median(self._values)) if self._values else None
+        def step(value: Any) -> None:
+            if isinstance(value, (int, float)):
+                if 8 * len(values) >= taken.limits.max_bytes:
+                    raise taken.too_long()
+                values.append(value)
+
+        self.step = caught(step).send
+        self.finalize = caught(lambda _: float(statistics.median(values)) if values else None).__next__
 
 
 # --- PostgreSQL ---------------------------------------------------------------------------------------
 
 _CURSOR = "cas_ckpt_sql"
 
-_MOST_MS = (1 << 31) - 1
+_MOST_MS = (1 << 31) - 2000
 """The server takes no longer time: 24 days."""
+
+_ROWS = 100
+"""Of a piece that the server is asked for."""
 
 
 def _ask_postgres(database: Database, query: str, values: Mapping[str, Any], taken: _Taken) -> Answer:
@@ -302,26 +357,39 @@ def _ask_postgres(database: Database, query: str, values: Mapping[str, Any], tak
     if dialect.driver != "psycopg":
         raise InvalidInputError(f"sql: wanted an index at postgresql+psycopg://..., found the driver {dialect.driver}")
     text = _PARAMETERS.sub(lambda found: f"%({found[1]})s" if found[1] else found[0], query.replace("%", "%%"))
-    timeout_ms = min(max(int(taken.limits.timeout_s * 1000), 1), _MOST_MS)
     try:
         with database.engine.connect() as connection:
             session = cast(Any, connection.connection.driver_connection)
             try:
                 session.read_only = True
+                _set_timeout(session, taken)
                 session.execute(
-                    f"SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL jit = off; "
-                    "SET LOCAL cursor_tuple_fraction = 1; SET LOCAL standard_conforming_strings = on; "
+                    "SET LOCAL jit = off; SET LOCAL cursor_tuple_fraction = 1; "
+                    "SET LOCAL standard_conforming_strings = on; "
                     f"SET LOCAL search_path = {postgres.quoted(str(database.schema))}"
                 )
                 with closing(session.cursor(name=_CURSOR)) as declared:
                     declared.execute(text, values)  # by the protocol that takes one statement alone
-                    taken.take(tuple(map(_plain, row)) for row in declared)
+                    num_rows = _ROWS
+                    while num_rows == _ROWS:
+                        _set_timeout(session, taken)
+                        rows = declared.fetchmany(_ROWS)
+                        taken.take(tuple(map(_plain, row)) for row in rows)
+                        num_rows = len(rows)
                     return Answer(tuple(column.name for column in declared.description), taken.rows)
             finally:
                 connection.invalidate()  # it is closed, and not used for anything else
     except REFUSED as error:
         raise query_refused(error, database.place) from error
     except dialect.loaded_dbapi.Error as error:
-        if getattr(error, "sqlstate", None) == "57014" and taken.is_late():  # else somebody cancelled it
+        if getattr(error, "sqlstate", None) == "57014" and taken.left_s() < 1:  # else somebody cancelled it
             raise taken.late() from error
         raise query_refused(error, database.place) from error
+
+
+def _set_timeout(session: Any, taken: _Taken) -> None:
+    """Let the server end what is asked next, or a session that asks nothing, at the end of the time that is left."""
+    left_ms = min(max(int(taken.left_s() * 1000), 1), _MOST_MS)
+    session.execute(
+        f"SET LOCAL statement_timeout = {left_ms}; SET LOCAL idle_in_transaction_session_timeout = {left_ms + 1000}"
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import io
 import mmap
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -24,7 +28,7 @@ from cas_ckpt import Repository, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.dcp import CasLoadPlanner, CasStorageReader, CasStorageWriter
-from cas_ckpt.errors import StorageError
+from cas_ckpt.errors import NotFoundError, StorageError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore, flip_bit
 from tests.crash.test_restore_interrupted import StoreThatFails
@@ -199,6 +203,15 @@ def test_loading_runs_no_pickle_of_the_commit(repo: Repository) -> None:
 def test_a_ref_that_is_not_there_is_told_as_such(repo: Repository) -> None:
     with pytest.raises(CheckpointException, match="there is no branch, tag or commit 'nowhere'"):
         load({"a": 1}, CasStorageReader(repo, ref="nowhere"))
+
+
+def test_metadata_that_could_not_be_read_says_why_by_every_field_and_is_copied(repo: Repository) -> None:
+    metadata = CasStorageReader(repo, ref="nope").read_metadata()
+    for each in (metadata, copy.copy(metadata), pickle.loads(pickle.dumps(metadata))):
+        assert not hasattr(each, "other")
+        for field in dataclasses.fields(Metadata):
+            with pytest.raises(NotFoundError, match="nope"):
+                getattr(each, field.name)
 
 
 def test_head_is_unknown_once_a_load_that_fails_has_written_into_a_tensor(repo: Repository, tmp_path: Path) -> None:

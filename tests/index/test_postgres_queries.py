@@ -162,6 +162,25 @@ def test_values_that_only_this_database_has_become_numbers_and_text(index: Index
     assert others == [1, "2026-01-02", "[1]", "[1, 2]", b"\0"]
 
 
+def test_a_number_of_many_digits_is_text_and_counted_as_long_as_it_is(index: Index) -> None:
+    ((number, whole),) = rows(index, "SELECT 10::numeric ^ 5000, 9223372036854775807::numeric + 1")
+    assert (number.split(".")[0], whole) == ("1" + 5000 * "0", 1 << 63)
+    for power in (5000, 300):
+        text = f"SELECT 10::numeric ^ {power} FROM generate_series(1, 300)"
+        with pytest.raises(TooLargeError, match="bytes of values"):
+            run_query(index, text, {}, QueryLimits(1000, 1 << 15, 20.0))
+
+
+def test_each_piece_of_rows_has_the_time_that_is_left(index: Index) -> None:
+    text = (
+        "SELECT current_setting('statement_timeout'), current_setting('idle_in_transaction_session_timeout'), "
+        "pg_sleep(0.001) FROM generate_series(1, 250)"
+    )
+    found = rows(index, text)
+    assert len({row[0] for row in found}) == 3
+    assert all(row[1] != "0" for row in found)
+
+
 def test_more_time_than_the_server_takes_is_as_much_as_it_takes(index: Index) -> None:
     assert run_query(index, "SELECT 1", {}, QueryLimits(10, 1000, 1e9)).rows == [(1,)]
 

@@ -221,6 +221,26 @@ def test_a_signal_whose_handler_returns_lets_a_query_go_on(index: Index, pressed
     assert (found.rows, came) == ([(3_000_000,)], [1])
 
 
+class Ended(BaseException):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("kind", [Ended, SystemExit, MemoryError, ValueError])
+@pytest.mark.parametrize("text", [ENDLESS, f"{NUMBERS}) SELECT median(n) FROM r"])
+def test_another_signal_ends_a_query_with_what_its_handler_raises(
+    index: Index, pressed: None, text: str, kind: type[BaseException]
+) -> None:
+    error = kind("of the handler")
+
+    def ended(*_: object) -> None:
+        raise error
+
+    signal.signal(signal.SIGINT, ended)
+    with pytest.raises(kind) as caught:
+        run_query(index, text, {}, QueryLimits(1, 1 << 40, 60.0))
+    assert caught.value is error
+
+
 def test_a_thread_asks(index: Index) -> None:
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(rows(index, "SELECT message FROM commits")))
@@ -234,6 +254,14 @@ def test_the_median_of_numbers_is_there_and_ends_in_time(index: Index) -> None:
     assert rows(index, text.format("(9), (1), (2.5), (NULL)")) == [(2.5, None, 1.75)]
     with pytest.raises(TooLargeError, match=r"within 0\.5 seconds"):
         run_query(index, f"{NUMBERS}) SELECT median(n) FROM r", {}, SHORT)
+
+
+def test_a_median_keeps_no_more_than_the_bytes_of_an_answer(index: Index) -> None:
+    text = f"{NUMBERS} LIMIT :n) SELECT median(n), median(NULL) FROM r"
+    limits = QueryLimits(1, 8000, 20.0)
+    assert run_query(index, text, {"n": 1000}, limits).rows == [(500.5, None)]
+    with pytest.raises(TooLargeError, match="more than 8000 bytes of values"):
+        run_query(index, text, {"n": 1001}, limits)
 
 
 def test_unique_bytes_by_branch_and_week_take_twice_the_steps_for_twice_the_commits(

@@ -121,6 +121,22 @@ def test_without_ssh_keygen_the_error_says_what_to_install(monkeypatch: pytest.M
     assert described(BLOB).fingerprint == KEYS["ed25519"]["fingerprint"]
 
 
+def test_of_several_lines_of_one_key_one_that_fits_is_enough() -> None:
+    lines = [f'ann valid-before="20200101" {PUBLIC}', f'"Ann B" namespaces="git" {PUBLIC}', f"ann@new {PUBLIC}"]
+    found = as_trust(lines).verdict(BLOB, MESSAGE, time_s=DAY_S)
+    assert (found.verdict, found.signers) == (Verdict.GOOD, ("ann@new",))
+    for some in (lines[:2], lines[1::-1]):
+        assert as_trust(some).verdict(BLOB, MESSAGE, time_s=DAY_S).verdict is Verdict.EXPIRED
+    found = as_trust(lines[1:]).verdict(BLOB, MESSAGE, time_s=DAY_S)
+    assert (found.verdict, found.signers) == (Verdict.GOOD, ("ann@new",))
+
+
+@pytest.mark.parametrize("line", [f"ann\udcff {PUBLIC}", f"{PUBLIC} \ud800", "# \udfff"])
+def test_a_line_that_is_no_text_is_refused_before_it_is_asked_of(line: str) -> None:
+    with pytest.raises(InvalidInputError, match="line 1: wanted"):
+        as_trust([line])
+
+
 # --- whom to trust ----------------------------------------------------------------------------
 
 

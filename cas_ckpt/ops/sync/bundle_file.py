@@ -105,9 +105,14 @@ class _Appending:
     """One pack that is being written to the end of a bundle; a `StreamWriter`."""
 
     def __init__(self, bundle: BundleWriter, key: str) -> None:
-        self._bundle, self._key = bundle, key
-        self._member = bundle.zip.open(ZipInfo(key), "w", force_zip64=True)
-        self._start = bundle.file.tell()
+        self._bundle, self._key, self._is_open = bundle, key, True
+        try:
+            with writing(bundle.url):
+                self._member = bundle.zip.open(ZipInfo(key), "w", force_zip64=True)
+                self._start = bundle.file.tell()
+        except BaseException:
+            self._end(is_whole=False)
+            raise
 
     def write(self, data: Buffer) -> None:
         """See `StreamWriter.write`."""
@@ -118,23 +123,34 @@ class _Appending:
     def commit(self) -> None:
         """See `StreamWriter.commit`."""
         self._require_open()
-        num_bytes = self._bundle.file.tell() - self._start
-        with writing(self._bundle.url):
-            self._member.close()
-            self._bundle.file.flush()
-        self._bundle.places[self._key] = self._start, num_bytes
-        self._bundle.turn.release()
+        is_whole = False
+        try:
+            with writing(self._bundle.url):
+                num_bytes = self._bundle.file.tell() - self._start
+                self._member.close()
+                self._bundle.file.flush()
+            self._bundle.places[self._key] = self._start, num_bytes
+            is_whole = True
+        finally:
+            self._end(is_whole=is_whole)
 
     def abort(self) -> None:
         """See `StreamWriter.abort`: the bundle cannot be finished any more."""
-        if not self._member.closed:
-            self._bundle.is_broken = True
-            with suppress(OSError):  # what could not be written is thrown away
-                self._member.close()
-            self._bundle.turn.release()
+        if self._is_open:
+            try:
+                with suppress(OSError):  # what could not be written is thrown away
+                    self._member.close()
+            finally:
+                self._end(is_whole=False)
+
+    def _end(self, *, is_whole: bool) -> None:
+        """Let the next pack be written."""
+        self._is_open = False
+        self._bundle.is_broken |= not is_whole
+        self._bundle.turn.release()
 
     def _require_open(self) -> None:
-        if self._member.closed:
+        if not self._is_open:
             raise StorageError(f"{self._key}: this writer has ended")
 
     def __enter__(self) -> Self:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import tracemalloc
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +15,10 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 import pytest
 
 from cas_ckpt import Repository
-from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.ops.sync.bundle import read_bundle
-from cas_ckpt.ops.sync.bundle_file import BundleStore
+from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
 from cas_ckpt.ops.sync.send import Moved
 from tests.builders import commit, numbers, weights
 from tests.cli.running import call, ok
@@ -78,6 +80,26 @@ def test_a_bundle_becomes_branches_of_a_remote_or_is_refused_where_both_sides_we
             there.unbundle(tmp_path / "b")
         there.unbundle(tmp_path / "b", remote="usb")
         require_same(here._handle, there._handle, "main", "usb/main")
+
+
+def test_a_pack_that_does_not_fit_lets_the_next_one_begin(tmp_path: Path) -> None:
+    """A full disk: no file may be longer than nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(BundleWriter(tmp_path / "b")) as bundle:
+        writer = bundle.open_writer("packs/aa/1.data")
+        writer.write(b"x" * 100)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            for work in (writer.commit, lambda: bundle.open_writer("packs/aa/2.data")):
+                with pytest.raises(StorageError, match="writing"):
+                    work()
+                assert not bundle.turn.locked()
+            writer.abort()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with pytest.raises(StorageError, match="not whole"):
+            bundle.finish([])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_there_is_not_replaced(here: Repository, tmp_path: Path) -> None:
