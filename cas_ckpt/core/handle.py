@@ -89,7 +89,7 @@ class RepositoryHandle(Uncopied):
         cache: What this host keeps of the repository; None: nothing.
         cache_place: Where this host keeps what it knows of others that are opened on behalf of this one, as `open` was
             told for itself.
-        damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
+        damaged: Packs that the last `sync`, or filling of the index, could not read -> why; the index leaves them out.
         kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
@@ -215,20 +215,13 @@ class RepositoryHandle(Uncopied):
         self._index = index
 
     def _fill_index(self) -> None:
-        """Fill an index anew that an older version made: in memory, where it may only be read.
-
-        Raises:
-            InvalidInputError: it is shared, and may only be read.
-        """
-        from cas_ckpt.core.refill import refill
+        """Fill an index anew that an older version made; where it may not be, one in memory takes its place."""
+        from cas_ckpt.core.refill import filled
 
         with self._lock:
-            index = self._index
-            if index.read_only:
-                self._index = index = index.detached()
-            if index.is_behind:  # in this thread's turn
-                _LOGGER.info("index %s: an older version made it; it is filled anew", index.place)
-                refill(self.store, index, progress=self.progress)
+            if self._index.is_behind:  # in this thread's turn
+                self._index, damaged = filled(self.store, self._index, progress=self.progress)
+                self.damaged.update(damaged)
 
     def _confirm(self, proven: bool) -> None:
         """See that the repository is still the one that the cache knew at this URL, unless that is proven already.

@@ -8,19 +8,49 @@ Invariant: nothing in the store is touched, and at any moment others see the row
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from cas_ckpt.core.packs import data_first, is_meta, pack_batches, read_in_parts, read_pack, record_batches, small_pack
 from cas_ckpt.core.records import PART_BYTES
 from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index import meta
+from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.replacing import CatchUp, Change, beside, replace_rows
+from cas_ckpt.index.replacing import CatchUp, Change, beside, may_replace, replace_rows
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+def filled(store: Store, index: Index, *, progress: Progress = SILENT) -> tuple[Index, list[tuple[str, str]]]:
+    """An index that is behind, once it is filled; and damaged packs, which the log names.
+
+    Where it may not be filled, it is closed, and one in memory takes its place.
+    """
+    index.is_behind = index.read(meta.read_meta, meta.BEHIND) is not None  # others fill it, too
+    if not index.is_behind:
+        return index, []
+    _LOGGER.info("index %s: an older version made it; it is filled anew", index.place)
+    if not may_replace(index):
+        with index as before:
+            if before.is_shared:
+                _LOGGER.warning("%s; until then, all packs are read here", wants_maintainer(before))
+            index = Index.open(IN_MEMORY, store_id=before.store_id) if before.is_shared else before.detached()
+    damaged = refill(store, index, progress=progress)
+    for key, why in damaged:
+        _LOGGER.warning("%s is left out, and fsck says what that takes away: %s", key, why)
+    return index, damaged
+
+
+def wants_maintainer(index: Index) -> str:
+    """That somebody else has to fill this index."""
+    return f"index {index.place}: an older version made it, and the maintainer has to open the repository to fill it"
 
 
 def refill(store: Store, index: Index, *, progress: Progress = SILENT) -> list[tuple[str, str]]:

@@ -65,6 +65,16 @@ def beside(index: Index) -> Index:
     return index_beside(index._database.address, store_id=index.store_id)
 
 
+def may_replace(index: Index) -> bool:
+    """Whether `replace_rows` may write `index`: of a shared one, writers add rows, and only maintainers drop them."""
+    if index.read_only or not index.is_shared:
+        return not index.read_only
+    return index.read(lambda asked: asked.exec_driver_sql(_MAY_DELETE).scalar_one() is True)
+
+
+_MAY_DELETE = f"SELECT has_table_privilege('{PACKS.name}', 'DELETE')"
+
+
 def replace_rows(index: Index, made: Index, catch_up: CatchUp) -> None:
     """Put the rows of `made` in the place of those of `index`, which any number of processes may be using.
 

@@ -30,6 +30,7 @@ from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, numbers
 from tests.divided import mesh, over
 from tests.index.manifest_rows import make_older, said
+from tests.media import on_medium
 from tests.processes import Forked
 
 pytestmark = pytest.mark.slow
@@ -80,6 +81,32 @@ def test_an_index_of_every_older_schema_is_filled_anew_and_keeps_what_packs_do_n
     assert check_url(path).problems == ()
 
 
+def test_a_check_that_is_the_first_after_an_upgrade_finds_a_sound_older_index_sound(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]]
+) -> None:
+    _older(path)
+    on_medium("read-only", path.parent, _find_sound, path)
+    _find_sound(path)
+    with closing(RepositoryHandle.open(path, read_only=True)) as handle:
+        assert handle.index.in_memory is False
+        assert said(handle.index) == wanted
+
+
+def _find_sound(path: Path) -> None:
+    report = check_url(path)
+    assert report.problems == (), report.problems
+
+
+def test_of_processes_that_opened_after_an_upgrade_one_fills_the_index(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]]
+) -> None:
+    _older(path)
+    with closing(RepositoryHandle.open(path)) as first, closing(RepositoryHandle.open(path)) as later:
+        made = first.index.made()
+        assert said(later.index) == wanted
+        assert later.index.made() == made
+
+
 def _die_filling(path: Path) -> None:
     refill.replace_rows = lambda *_: os._exit(9)
     _filled(path)
@@ -126,8 +153,8 @@ def test_what_may_only_be_read_is_filled_in_memory(
     assert (path / INDEX_PATH).read_bytes() == before
 
 
-def test_a_pack_that_is_damaged_is_left_out_until_it_is_whole_again(
-    path: Path, wanted: dict[str, set[tuple[Any, ...]]]
+def test_a_pack_that_is_damaged_is_named_and_left_out_until_it_is_whole_again(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     _older(path)
     meta_pack = sorted((path / "packs").glob("*/*.meta"))[0]
@@ -136,7 +163,10 @@ def test_a_pack_that_is_damaged_is_left_out_until_it_is_whole_again(
         node = read_directory(handle.store, f"packs/{meta_pack.parent.name}/{meta_pack.name}")[1][0]
     at = node.offset + node.header_bytes
     meta_pack.write_bytes(whole[:at] + bytes(8) + whole[at + 8 :])
-    assert _filled(path)["t_entries"] < wanted["t_entries"]
+    with closing(RepositoryHandle.open(path)) as handle:
+        assert said(handle.index)["t_entries"] < wanted["t_entries"]
+        assert list(handle.damaged) == [f"packs/{meta_pack.parent.name}/{meta_pack.name}"]
+    assert meta_pack.name in caplog.text and "fsck says" in caplog.text
     meta_pack.write_bytes(whole)
     with closing(RepositoryHandle.open(path)) as handle:
         handle.sync()

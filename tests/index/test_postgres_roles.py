@@ -19,10 +19,11 @@ from cas_ckpt.errors import InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import roles_sql, schema_of
 from cas_ckpt.index.rows import REVISIONS
-from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from tests.builders import commit, leave_garbage, numbers
 from tests.index.manifest_rows import make_older
@@ -157,6 +158,26 @@ def test_only_a_maintainer_upgrades_an_index_and_everybody_goes_on(
         commit(writer, {"w": numbers(64, 64, seed=3)})
     with Repository.open(path, index_url=url_of("reader"), read_only=True) as repo:
         assert len(list(repo.log("main"))) == 2
+
+
+def test_before_a_maintainer_fills_an_upgraded_index_everybody_goes_on_beside_it(
+    path: Path, url_of: As, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_older(url_of("maintainer"), _store_id(path), "0003")
+    Index.open(url_of("maintainer"), store_id=_store_id(path)).close()  # a maintainer who dies after the upgrade
+    with Repository.open(path, index_url=url_of("reader"), read_only=True) as repo:
+        assert [row.key for row in repo.ls("main")] == ["w"]
+        assert repo.sql("SELECT count(*) FROM entries").rows == ((1,),)
+    with Repository.open(path, index_url=url_of("writer")) as repo:
+        repo.commit({"w": numbers(64, 64), "x": 1})
+        assert [row.key for row in repo.ls("main")] == ["w", "x"]
+    assert "the maintainer" in caplog.text
+    for role in ("reader", "writer"):
+        report = check_url(path, index_url=url_of(role))
+        assert report.problems == () and any("the maintainer" in note.what for note in report.notes)
+    assert check_url(path, index_url=url_of("maintainer")).ok
+    with closing(RepositoryHandle.open(path, index_url=url_of("reader"), read_only=True)) as handle:
+        assert handle.index.is_shared and len(list(log_commits(handle))) == 2
 
 
 def test_a_maintainer_makes_a_damaged_index_anew_in_the_schema_that_it_was_given(

@@ -8,8 +8,8 @@
        of what remotes promised, and if asked for whether they have it
     5. commits that nothing leads to, and what is left of writers that died
 
-Invariant: nothing is changed but the scrub log. Works without an open repository: that is when
-people need it. Writers may go on meanwhile: refs are read before packs.
+Invariant: nothing is changed but the scrub log, and an index of an older version, which is upgraded. Works without an
+open repository: that is when people need it. Writers may go on meanwhile: refs are read before packs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import LOOKS, Graph, orphan_name, promisors
+from cas_ckpt.core.refill import filled, wants_maintainer
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import contents, history, liveness, meta
 from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.replacing import may_replace
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.pack import PACK_PREFIX
@@ -64,7 +66,7 @@ def check_url(
     """
     store = open_store(url)
     findings = Findings(store)
-    index = open_index(store, index_url, findings)
+    index = open_index(store, index_url, findings, progress=progress)
     try:
         check = _Check(store, index, data, progress, remote=remote)
         return check.run(findings)
@@ -81,8 +83,11 @@ def check_open(
     return check.run(Findings(handle.store))
 
 
-def open_index(store: Store, index_url: str | None, findings: Findings) -> Index | None:
-    """The repository's index, if there is one that can be read; what is wrong with it goes into `findings`."""
+def open_index(store: Store, index_url: str | None, findings: Findings, *, progress: Progress = SILENT) -> Index | None:
+    """The repository's index, if there is one that can be read; what is wrong with it goes into `findings`.
+
+    One that an older version made is filled before it is checked, in memory where it may only be read.
+    """
     try:
         store_id = read_config(store).store_id
     except CkptError:
@@ -110,6 +115,12 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         raise
     try:  # what the check of the records asks; larger tables are read, and their damage found, with the packs
         index.read(meta.read_refs), index.made(), index.generation
+        if index.is_behind:
+            if index.is_shared and not may_replace(index):
+                findings.note(place, wants_maintainer(index))
+                index.close()
+                return None
+            index, _ = filled(store, index, progress=progress)
     except BaseException as error:
         index.close()
         if not isinstance(error, CorruptionError):
