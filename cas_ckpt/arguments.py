@@ -182,6 +182,7 @@ _READERS: Mapping[str, Reader] = MappingProxyType({
     "str | Sequence[str]": _text_or_texts, "Keys": _text_or_texts, "Mapping[str, str]": _texts_by_text,
     "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list,
     "Sequence[str | int | TargetLayout]": _list, "str | PathLike[str]": _path,
+    **dict.fromkeys(("Encoding", "ExportFormat", "UsageBy", "Repair"), _text),
 })  # fmt: skip
 """By what a signature declares; with `| None` behind it None is left as it is."""
 

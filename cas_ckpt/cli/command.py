@@ -22,7 +22,7 @@ import click
 from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
-from cas_ckpt.core.packs import parse_shard
+from cas_ckpt.core.units import parse_shard
 from cas_ckpt.errors import CkptError, InvalidInputError, NoRepositoryError
 from cas_ckpt.memory import MOST_THREADS, limits
 from cas_ckpt.objects.digest import MAGIC

@@ -26,7 +26,7 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.packs import PackShard
+    from cas_ckpt.core.units import PackShard
     from cas_ckpt.ops.sync.bundle import BundleInfo
     from cas_ckpt.ops.sync.remotes import RemoteInfo
     from cas_ckpt.ops.sync.send import MovedRef, SyncReport

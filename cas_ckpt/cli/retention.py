@@ -14,7 +14,7 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.packs import PackShard
+    from cas_ckpt.core.units import PackShard
     from cas_ckpt.ops.gc.plan import GcReport
     from cas_ckpt.ops.retention.forget import DecidedCommit, ForgetReport
     from cas_ckpt.ops.retention.policy import Policy, Retention

@@ -22,7 +22,7 @@ from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.host_cache import CachedRepository
-    from cas_ckpt.core.packs import PackShard
+    from cas_ckpt.core.units import PackShard
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
     from cas_ckpt.repository.given import Encoding

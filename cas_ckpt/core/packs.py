@@ -5,11 +5,6 @@ Nodes are small, so those that are stored near one another are read together.
 Invariant: no node leaves this file whose bytes do not have its id; where nodes are stored, it knows only by asking. The
 rows that `read_pack` makes from a pack's bytes are the rows that `pack_record` (records.py) made when it
 was written, so a rebuilt index equals the lost one.
-
-`--shard I/N`: the packs that one job of N takes, where many share the work that scales with packs.
-
-Invariant: the part of a pack follows from its name alone, which is random and never changes: so the N parts hold each
-pack once, for every process, host and time, and are about equal.
 """
 
 from __future__ import annotations
@@ -22,15 +17,7 @@ from typing import Protocol, TypeAlias, cast
 
 from cas_ckpt.core.host_cache import CachedReads
 from cas_ckpt.core.records import PART_BYTES, PART_ENTRIES, NodeRows
-from cas_ckpt.core.units import parse_part
-from cas_ckpt.errors import (
-    CkptError,
-    CorruptionError,
-    InvalidInputError,
-    NotFoundError,
-    UnsupportedVersionError,
-    shown_value,
-)
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
@@ -504,48 +491,3 @@ def _damaged(kind: ObjectKind, digest: Digest, place: Location) -> CorruptionErr
         f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
         "the stored bytes do not have this id: restore it from a copy"
     )
-
-
-# --- `--shard I/N`: the packs that one job of N takes, where many share the work that scales wi ---
-
-
-MOST_SHARDS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class PackShard:
-    """One part of the packs: number `part`, from 1 on, of `parts`."""
-
-    part: int
-    parts: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.part <= self.parts <= MOST_SHARDS:
-            raise InvalidInputError(
-                f"shard {self.part}/{self.parts}: give I/N with I from 1 to N, N up to {MOST_SHARDS}"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.part}/{self.parts}"
-
-    def has(self, pack: str) -> bool:
-        """Whether the pack under this key is in the part."""
-        return int(pack.rpartition("/")[2].partition(".")[0][:8], 16) % self.parts + 1 == self.part
-
-    def of(self, packs: Iterable[str]) -> list[str]:
-        """Those of `packs` that are in the part, in their order."""
-        return [pack for pack in packs if self.has(pack)]
-
-
-def parse_shard(text: str) -> PackShard:
-    """The part that "2/7", the second of seven, means.
-
-    Raises:
-        InvalidInputError: another form.
-    """
-    found = parse_part(text)
-    if found is None:
-        raise InvalidInputError(
-            f"shard {shown_value(text)}: give I/N, such as 2/7 (the second of seven; not from 0 on)"
-        )
-    return PackShard(*found)

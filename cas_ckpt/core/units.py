@@ -19,7 +19,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType
 from typing import TypeAlias
@@ -401,3 +401,51 @@ def commit_filter(
         world_size=world_size,
         axes=axis_bounds(axes),
     )
+
+
+# --- `--shard I/N`: packs divided among jobs that share work ---
+
+MOST_SHARDS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class PackShard:
+    """One part of the packs: number `part`, from 1 on, of `parts`.
+
+    The part of a pack follows from its name alone, which is random and never changes: so the parts hold each pack once,
+    for every process, host and time, and are about equal.
+    """
+
+    part: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.part <= self.parts <= MOST_SHARDS:
+            raise InvalidInputError(
+                f"shard {self.part}/{self.parts}: give I/N with I from 1 to N, N up to {MOST_SHARDS}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.part}/{self.parts}"
+
+    def has(self, pack: str) -> bool:
+        """Whether the pack under this key is in the part."""
+        return int(pack.rpartition("/")[2].partition(".")[0][:8], 16) % self.parts + 1 == self.part
+
+    def of(self, packs: Iterable[str]) -> list[str]:
+        """Those of `packs` that are in the part, in their order."""
+        return [pack for pack in packs if self.has(pack)]
+
+
+def parse_shard(text: str) -> PackShard:
+    """The part that "2/7", the second of seven, means.
+
+    Raises:
+        InvalidInputError: another form.
+    """
+    found = parse_part(text)
+    if found is None:
+        raise InvalidInputError(
+            f"shard {shown_value(text)}: give I/N, such as 2/7 (the second of seven; not from 0 on)"
+        )
+    return PackShard(*found)

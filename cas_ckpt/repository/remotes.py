@@ -59,7 +59,7 @@ class RemoteVerbs(Opened):
             ConflictError: a ref would not move forward, or moved meanwhile.
             SignatureError: a branch there takes signed commits only; nothing was copied.
         """
-        from cas_ckpt.core.packs import parse_shard
+        from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.sync.push import PushRequest, push
 
         request = PushRequest(

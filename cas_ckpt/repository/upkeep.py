@@ -133,7 +133,7 @@ class UpkeepVerbs(Opened):
             ConflictError: another collection is at work. StorageError: the medium refused; the next
                 collection goes on from there.
         """
-        from cas_ckpt.core.packs import parse_shard
+        from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions
 
@@ -150,7 +150,7 @@ class UpkeepVerbs(Opened):
 
         Arguments and errors as for `gc`.
         """
-        from cas_ckpt.core.packs import parse_shard
+        from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import REPACK
 
@@ -179,7 +179,7 @@ class UpkeepVerbs(Opened):
             max_age_s: Pass over packs that were read, and found intact, since then.
             remote: Ask remotes whether they still have the chunks that they promised and that are not here.
         """
-        from cas_ckpt.core.packs import parse_shard
+        from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.fsck.check import check_open
         from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.core.packs import MOST_SHARDS, PackShard, parse_shard
+from cas_ckpt.core.units import MOST_SHARDS, PackShard, parse_shard
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.transfer.pack_writer import pack_key

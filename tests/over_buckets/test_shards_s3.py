@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cas_ckpt import Repository
-from cas_ckpt.core.packs import PackShard
+from cas_ckpt.core.units import PackShard
 from tests.builders import numbers
 from tests.cli.running import call
 from tests.processes import PIPE, Forked

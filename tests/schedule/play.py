@@ -15,10 +15,10 @@ from cas_ckpt import limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.core.publish import publish_lost_ref
 from cas_ckpt.core.refs import RefKind, new_move
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,

@@ -63,7 +63,7 @@ def test_a_storage_of_half_an_element_is_said_to_be_malformed(repo: Repository, 
         for name in whole.namelist():
             data = whole.read(name)
             cut.writestr(name, data[:7] if name.endswith("/data/0") else data)
-    with pytest.raises(InvalidInputError, match="cannot be read as plain data"):
+    with pytest.raises(InvalidInputError, match="has 7 bytes, fewer than 2 elements take"):
         repo.import_file(tmp_path / "y.pt")
 
 
@@ -77,5 +77,5 @@ class WithMore:
 
 def test_a_tensor_that_is_made_with_more_than_torch_knows_is_refused(repo: Repository, tmp_path: Path) -> None:
     torch.save({"array": np.arange(3), "t": WithMore()}, tmp_path / "x.pt")
-    with pytest.raises(InvalidInputError, match="cannot be read as plain data: a tensor that is not made as torch"):
+    with pytest.raises(InvalidInputError, match="no pickle can be read there"):
         repo.import_file(tmp_path / "x.pt")

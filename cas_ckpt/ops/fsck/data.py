@@ -15,8 +15,7 @@ from threading import Lock
 from types import MappingProxyType
 
 from cas_ckpt import clock
-from cas_ckpt.core.packs import PackShard
-from cas_ckpt.core.units import parse_part, parse_share, parse_size
+from cas_ckpt.core.units import PackShard, parse_part, parse_share, parse_size
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.index import Index

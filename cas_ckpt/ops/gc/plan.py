@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.records import Brief
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.index.liveness import PackLiveness
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.store import Leftovers

@@ -20,9 +20,9 @@ from typing import TypeAlias
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph
-from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.records import node_children
 from cas_ckpt.core.tree import ask
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
 from cas_ckpt.index.entries import stored_parts

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from cas_ckpt.core.forgotten import read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, check_meaning
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, named_ref, resolve
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import AmbiguousIdError, CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.sync.remotes import is_wanted, opened, parse_refspec, recognise, remember, remote_named, whole_name

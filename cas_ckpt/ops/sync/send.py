@@ -29,7 +29,6 @@ from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, graph_with, promised_commits, promisors, read_graph
-from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import (
     ANY_HEAD,
@@ -43,6 +42,7 @@ from cas_ckpt.core.publish import (
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
 from cas_ckpt.core.signatures import check_move
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.memory import check_memory, current_limits
 from cas_ckpt.objects.digest import Digest, short

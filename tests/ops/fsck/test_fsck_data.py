@@ -10,7 +10,7 @@ import pytest
 
 from cas_ckpt import Repository, clock
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import PackShard
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import InvalidInputError, StorageError
 from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.integrity import Scrub

@@ -12,11 +12,11 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import PackShard
 from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import RefKind, new_move
+from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
