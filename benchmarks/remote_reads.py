@@ -45,7 +45,7 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Abilities, Store
 from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer import arrivals
-from cas_ckpt.transfer.sources import ReadLimits
+from cas_ckpt.transfer.read_plan import ReadLimits
 
 AT_ONCE = 16
 PART_BYTES = 8 << 20

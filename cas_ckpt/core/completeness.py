@@ -11,16 +11,15 @@ The same is asked of commits that were forgotten and are wanted again after all 
 Invariant: what passes here is kept by the ref from the moment of its swap. What other refs lead
 to is theirs to keep and not looked at again. a and b cost the same in a long history as in a short one.
 
-Checks that tiers have the commits whose last local copy is about to be deleted: they are asked each time.
+Before the last local copy of a commit goes (`forget` before it writes anything down, garbage collection before it takes
+what was forgotten earlier), the tiers that are to have it are asked, each time:
 
     1. can it be reached, is it the repository that it was when it was first asked, and not this one
     2. do its refs lead to the commit, and has it not forgotten it
     3. is every object of the commit whole in packs that are listed there, with the sizes that they had
     4. if asked for: are the bytes intact, all of them read
 
-Asked by `forget` before it writes anything down, and by garbage collection before it takes what was forgotten earlier.
-
-Invariant: a commit that a tier is to have (of a branch that it wants, or that it was seen to have) is passed only if
+A commit that a tier is to have (of a branch that it wants, or that it was seen to have) is passed only if
 that tier was seen to have it. Only reads.
 """
 
@@ -195,7 +194,7 @@ def _is_complete(handle: RepositoryHandle, commit: Digest, generation: Generatio
     return True
 
 
-# --- Checks that tiers have the commits whose last local copy is about to be deleted: they are  ---
+# --- what tiers are asked before the last copy here goes ----------------------------------------
 
 
 Damaged: TypeAlias = Callable[[RepositoryHandle], Iterable[str]]

@@ -1,4 +1,4 @@
-"""The writer's half of hints: data beside the nodes in the meta pack of a commit, on a store that is not local.
+"""Hints: data beside the nodes in the meta pack of a commit, on a store that is not local. What a commit writes:
 
     1. the directories of the data packs that were written for the commit: their tails need not be read
     2. a page of history: the commits before it, so that a log of thousands takes few reads. The page of a commit goes
@@ -13,7 +13,7 @@ somebody else, reads the page of its parent.
 Invariant: a page holds what its writer has proven: nodes by their ids, each named as first parent by the one before.
 Nothing depends on hints: where they end, or are missing, a reader looks at all packs. Making them fails no commit.
 
-The reader's half of hints: commits, nodes and places that a reader finds out before it has looked at all packs.
+A reader (`Preview`) finds out commits, nodes and places from them, before it has looked at all packs:
 
     1. a ref that was looked at says which meta pack held its target; that pack is read by one request, if it is small
     2. it has the nodes of its commit, copies of the directories of the data packs, and a page: the commits before it,
@@ -23,7 +23,7 @@ The reader's half of hints: commits, nodes and places that a reader finds out be
 A question about the contents of a state, which is put to the index, brings the packs that hold it there, whole
 (`records`): then the index knows some packs and not others, as it does wherever another process commits.
 
-Invariant: commits of pages, and places that are only said, are kept apart from the index, which so never seems to know
+Commits of pages, and places that are only said, are kept apart from the index, which so never seems to know
 a pack of which it knows a part: garbage collection, fsck and writers do not ask here, and from the first `sync` of a
 handle on none does. Nodes are proven by their ids; what is read at a place is verified. Packs that are read, and
 memory, are limited: what a page claims can cost a reader no more than that.
@@ -248,7 +248,7 @@ def encoded(hints: Hints | None) -> bytes:
     return b"" if hints is None else encode_hints(hints)
 
 
-# --- The reader's half of hints: commits, nodes and places that a reader finds out before it ha ---
+# --- the reader's half ----------------------------------------------------------------------------
 
 
 MOST_LOADED = 64

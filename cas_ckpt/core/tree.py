@@ -5,14 +5,14 @@
 
 Invariant: nodes are read level by level, so that those of a level take few requests.
 
-States as the index knows them: for verbs that list, compare and find, and need no byte of what is stored.
+Verbs that list, compare and find need no byte of what is stored, and ask the index:
 
     known_commit   the commit by its row; known_root: only which state it is of
     ask            a question about states, put to an index that is brought up to date first if it lacks rows
 
-Invariant: an answer is whole, or an error. What is missing in an index that agrees with the store is in no pack, which
+Such an answer is whole, or an error. What is missing in an index that agrees with the store is in no pack, which
 is said as it is when nodes are read, or the index is damaged. Nothing is verified against its id here: whoever brings
-bytes into memory or into files reads nodes (tree.py).
+bytes into memory or into files reads nodes.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def naming_forgotten(handle: RepositoryHandle, *roots: Digest) -> Iterator[None]
         raise
 
 
-# --- States as the index knows them: for verbs that list, compare and find, and need no byte of ---
+# --- states as the index knows them -------------------------------------------------------------
 
 
 T = TypeVar("T")

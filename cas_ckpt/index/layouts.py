@@ -44,11 +44,9 @@ from cas_ckpt.objects.layouts import (
     Unexplained,
     Whole,
     holders_of,
-    num_ranks,
-    parse_runs,
-    runs_text,
 )
 from cas_ckpt.objects.nodes import checked_shape
+from cas_ckpt.objects.rank_runs import num_ranks, parse_runs, runs_text
 from cas_ckpt.objects.spec import Box, mesh_text, parse_split
 
 _ROWS_PER_INSERT = 10_000

@@ -4,13 +4,10 @@ Invariant: `decode_value(encode_value(v, key=k))` equals `v` in type and value, 
 (order of a plain dict excepted, which is not part of a value); nothing is pickled or unpickled
 unless the caller says so. Decoding runs nothing that the bytes name: no import, no pickle unless it is
 allowed, no enum class that is not imported already. docs/format.md, "Plain values". Knows no torch: see
-`register_value_type` (structures.py); how values are written is in the first half of this file.
+`register_value_type` (structures.py).
 
-Plain Python values to canonical bytes, and the codes of what msgpack has no type for.
-
-Invariant: a code, once given, means the same forever (docs/format.md, "Plain values"); equal values of
-equal types give equal bytes, values of different types never do.
-Dispatch is by exact type: a subclass that is not known is refused, not flattened.
+A code for what msgpack has no type for, once given, means the same forever. Values of different types never give equal
+bytes. Dispatch is by exact type: a subclass that is not known is refused, not flattened.
 """
 
 from __future__ import annotations

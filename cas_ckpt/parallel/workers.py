@@ -1,12 +1,9 @@
-"""Threads that share a list of work, with no error lost.
+"""Threads that share a list of work (`run_all`), or do one piece again and again (`Background`); no error is lost.
 
 Invariant: when `run_all` returns, every item was worked on; when any item raised, the first
 error is raised here, the rest of the list is left, and no thread is still running.
-
-One thread that does a piece of work again whenever it is woken; no error of it is lost.
-
-Invariant: work that was asked for is begun after it was asked for, once for all who asked meanwhile; what it raised is
-kept until it is taken. The thread is a daemon: a process that ends without `close` does not wait for it.
+Work that `Background` was asked for is begun after that, once for all who asked meanwhile; what it raised is kept until
+it is taken. Its thread is a daemon: a process that ends without `close` does not wait for it.
 """
 
 from __future__ import annotations
@@ -245,7 +242,7 @@ def before_threads_end(call: Callable[[], object]) -> None:
     register(call)
 
 
-# --- One thread that does a piece of work again whenever it is woken; no error of it is lost ---
+# --- one thread that does a piece of work whenever it is woken -----------------------------------
 
 
 class Background:

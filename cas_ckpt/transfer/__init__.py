@@ -1,17 +1,17 @@
 """transfer: bytes between memory, packs and ranks, by the threads of parallel/.
 
 Saving:
-    1. save.py hashes every cell, asks what is stored, and hands on what is new; it also has the buffers, says with how
-       many threads and packs, and names before what can be hashed where it is (on a GPU). hashing.py has the checksums
-       that compare memory at its own speed
+    1. save.py hashes every cell, asks what is stored, and hands on what is new; what can be hashed where it is (on a
+       GPU) it names before. save_memory.py says with how many threads and packs; hashing.py has the checksums that
+       compare memory at its own speed
     2. pack_writer.py lends packs to threads that write chunks; each is durable before it is named
 
 Restoring:
     3. chunk_reader.py verifies chunks, whole or by leaves, and brings them to all targets that want them; fetch.py does
        that for a list of chunks: first every byte is verified, then every byte is copied into place; or both chunk by
-       chunk, in one pass. Over a network sources.py joins what is near into spans and keeps what was read and verified
-       until it is copied, arrivals.py reads the spans; arrivals.py also reads, past the page cache, what a local disk
-       has and memory has not
+       chunk, in one pass. Over a network read_plan.py joins what is near into spans, arrivals.py reads them, sources.py
+       keeps what was read and verified until it is copied; arrivals.py also reads, past the page cache, what a local
+       disk has and memory has not
     4. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
     5. scan.py reads packs from front to end, for fsck
 

@@ -1,6 +1,6 @@
 """Chunks that are read in spans: as a span arrives its chunks are verified, then staged, or put into place at once.
 
-    1. `wanted_of` says where what is wanted of each chunk is; sources.py joins what is near into units
+    1. `wanted_of` says where what is wanted of each chunk is; read_plan.py joins what is near into units
     2. several threads read units (`Arrivals`): over a network as many at once as are of use to the store; of a local
        disk what is not in memory, past the page cache, in large aligned blocks, two on their way at a time (`Blocks`)
     3. as many as may compute verify what arrived, each chunk from elsewhere if it is damaged or gone there
@@ -39,21 +39,8 @@ from cas_ckpt.transfer.chunk_reader import (
     leaves_of,
     named,
 )
-from cas_ckpt.transfer.sources import (
-    STAGED,
-    ReadLimits,
-    Span,
-    SpanMemory,
-    StagedStore,
-    Unit,
-    Wanted,
-    limits_of,
-    longest_bytes,
-    new_memory,
-    opening_first,
-    plan_units,
-    requests_at_once,
-)
+from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, longest_bytes, opening_first, plan_units
+from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, new_memory, requests_at_once
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""

@@ -346,7 +346,7 @@ def _damaged(extent: VerifiedExtent, leaf: int) -> CorruptionError:
     )
 
 
-# --- Chunks that are wanted, and what fills the targets with them ---
+# --- chunks that are wanted, and what fills the targets with them --------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
     3. every part of every target is filled: straight from the page cache where it is consecutive in its
        chunk and in memory, else by way of scratch memory of one chunk
 
-Of a store on another computer each byte is read once. Its chunks are read in spans (sources.py), many at once;
+Of a store on another computer each byte is read once. Its chunks are read in spans (read_plan.py), many at once;
 what is verified is staged on the local disk (sources.py), and 3 reads it there. Targets that nobody has seen yet
 (`unseen`) are filled at once, in one pass.
 

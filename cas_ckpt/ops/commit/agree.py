@@ -11,12 +11,9 @@ looked at again before rank 0 publishes (`missing_packs`).
 Collective. Invariant: every rank comes to the same merged state, or all raise; a rank on a copy makes all ranks raise
 before the branch moves.
 
-The message of rank 0 to all ranks after a gather: continue, raise an error, or the commit is made.
-
-Every `gather` of a commit is followed by one such message, so a rank that has given what rank 0 gathers can hear what
-came of it though it does nothing more itself (process/worker.py: its worker died).
-
-Invariant: who hears a refusal raises it and reports nothing, since all ranks end with it.
+Every `gather` of a commit is followed by one message of rank 0 (`Outcome`): continue, raise an error, or the commit is
+made. So a rank that has given what rank 0 gathers can hear what came of it though it does nothing more itself
+(process/worker.py: its worker died). Whoever hears a refusal raises it and reports nothing, since all ranks do.
 """
 
 from __future__ import annotations

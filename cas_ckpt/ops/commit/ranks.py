@@ -9,12 +9,10 @@ Collective. Invariant: rank 0 publishes only what every rank's durable packs hol
 What a rank reports was packed by another rank of the same job: ids are checked for being complete, never for being
 true (the chunks prove themselves when they are read). Knows nothing of torch.
 
-Compares what several ranks hold of one tensor before only one of them writes it.
-
-Every rank sums all that it holds of what others hold too (transfer/hashing.py), hashes the same random stretches of it
-as they do, and sends one digest of both for each shard to the first of the ranks that have the shard. Collective.
-Invariant: every byte that two ranks hold is compared, unless only samples were asked for; which is compared
-follows from the plan and a seed that all ranks share.
+In step 2 every rank sums all that it holds of what others hold too (transfer/hashing.py), hashes the same random
+stretches of it as they do, and sends one digest of both for each shard to the first of the ranks that have the shard:
+every byte that two ranks hold is compared, unless only samples were asked for. What is compared follows from the plan
+and a seed that all ranks share.
 """
 
 from __future__ import annotations

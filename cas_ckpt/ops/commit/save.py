@@ -35,17 +35,8 @@ from cas_ckpt.parallel.workers import thread_count
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.pack_writer import NUM_WRITERS, ChunkSink, WrittenPack
-from cas_ckpt.transfer.save import (
-    Buffers,
-    Claims,
-    SaveMemory,
-    TensorWork,
-    divide,
-    held_bytes,
-    least_bytes,
-    named_in_place,
-    save_tensors,
-)
+from cas_ckpt.transfer.save import Buffers, Claims, TensorWork, named_in_place, save_tensors
+from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes
 
 BYTES_PER_THREAD = 96 * 1024 * 1024
 """Bytes of the state that give one thread more to hash them: fewer, and the threads wait for the interpreter's lock."""

@@ -28,6 +28,7 @@ from cas_ckpt.objects.state import KIND_OF_FLAVOR, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.checkout import read_array
 from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
+from cas_ckpt.ops.diff.elements import tensor_numbers
 from cas_ckpt.ops.diff.numbers import TensorNumbers
 from cas_ckpt.ops.diff.walk import (
     ContainerHead,
@@ -38,7 +39,6 @@ from cas_ckpt.ops.diff.walk import (
     changed_chunks,
     differing,
     read_named,
-    tensor_numbers,
     with_bytes,
 )
 from cas_ckpt.progress import SILENT, Progress
