@@ -1,6 +1,6 @@
 """How the tests run: the same examples every time, unless a search is asked for; and what many of them begin with.
 
-`pytest --hypothesis-profile=search` looks for new counterexamples, `=full` searches as far as `make soak` does.
+`pytest --hypothesis-profile=search` looks for new counterexamples, `=full` searches as far as `make search` does.
 
 Temporary folders are in memory (/dev/shm) where there is room for them: half of the time went into fsync. To run on a
 disk: `PYTEST_DEBUG_TEMPROOT=/tmp make test`. Tests about files on a disk stay there (tests/storage/conftest.py).

@@ -1,6 +1,6 @@
-"""How far searches go: a small part in each run, all of it in `make soak` or with `--hypothesis-profile=full`.
+"""How far searches go: a small part in each run, all of it in `make search` (`--hypothesis-profile=full`).
 
-The full numbers are for who changes what they search; .ci/run asks for them where that changed.
+The full numbers are for who changes what they search, and for the night: .ci/run with FULL_SEARCH=1.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MAX_PATTERNS = 100
 MAX_SIGNERS = 1000
 MAX_ATTEMPTS = 100
 
-_SIGN_IT = "sign the commit with a key of repo.signers() (sign=KEY)"
+_SIGN_IT = "sign the commit with a key of repo.signers() (CommitOptions(sign=KEY))"
 _PROBE = b"cas_ckpt: may this key sign for the branch?"
 """What a key signs before a commit is made, to see that it can and may."""
 

@@ -259,7 +259,7 @@ class CasStorageReader(StorageReader):
         return bool(str(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP was given a `checkpoint_id` (or none): the revision of the load that follows, and of no other."""
+        """DCP was given a `checkpoint_id`: the revision of this load, or of the next one if this never reads."""
         self._given = None if checkpoint_id is None else self._revision_of(checkpoint_id)
 
     def _revision_of(self, checkpoint_id: str | os.PathLike[str]) -> str:

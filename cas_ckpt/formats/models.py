@@ -227,7 +227,7 @@ def check_inside(file: Path, folder: Path) -> None:
     if not target.is_relative_to(inside) and not is_cached:
         raise InvalidInputError(
             f"{file}: is a symbolic link to {target}, outside the folder: copy that file into it, "
-            "or pass follow_links=True if whoever made the folder may choose what is read"
+            "or pass ImportOptions(follow_links=True) if whoever made the folder may choose what is read"
         )
 
 

@@ -170,7 +170,8 @@ class Encoder:
     def _refusal(self, what: str, kind: type) -> UnsupportedValueError:
         return UnsupportedValueError(
             f"{self.key or '(root)'}: {what}: {kind.__module__}.{kind.__qualname__}. Turn it into plain values, "
-            "give its owner state_dict() and load_state_dict(), or pass allow_pickle=True to commit and checkout"
+            "give its owner state_dict() and load_state_dict(), or pass CommitOptions(allow_pickle=True) to commit, "
+            "and allow_pickle=True to checkout"
         )
 
 

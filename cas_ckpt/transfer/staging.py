@@ -159,7 +159,9 @@ class Arena(Uncopied):
 
 
 def _too_large(num_bytes: int, error: Exception) -> TooLargeError:
-    return TooLargeError(f"there are no {num_bytes} bytes of memory to stage a state in ({error}): give staging_bytes=")
+    return TooLargeError(
+        f"there are no {num_bytes} bytes of memory to stage a state in ({error}): give CommitOptions(staging_bytes=)"
+    )
 
 
 def _nothing(arena: Arena) -> None:

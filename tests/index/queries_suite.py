@@ -76,7 +76,7 @@ class QueryTests:
         ],
     )  # fmt: skip
     def test_several_statements_are_refused(self, index: Index, query: str) -> None:
-        with pytest.raises(InvalidInputError, match="^sql: .*one statement|cannot insert multiple commands|syntax"):
+        with pytest.raises(InvalidInputError, match="^sql: .*one statement|cannot insert multiple commands"):
             ask(index, query)
 
     @pytest.mark.parametrize("query", ["SELECT 7", " SELECT 7 ; ", "/* ; ' */ SELECT 7 /* ; */;", "VALUES (7)"])

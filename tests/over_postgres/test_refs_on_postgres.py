@@ -10,3 +10,4 @@ WANTED = {
     "test_a_prefix_that_several_commits_share_is_ambiguous",
 }
 globals().update(again("tests.ops.refs.test_refs_verbs", WANTED.__contains__))
+assert globals().keys() >= WANTED, "a test has another name now"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,6 +233,15 @@ def test_no_other_bytes_than_the_signature_are_a_good_one(at: int) -> None:
     changed = bytearray(BLOB)
     changed[at] ^= 4
     assert verdict(f"ann {PUBLIC}", bytes(changed)) in (Verdict.BAD, Verdict.UNTRUSTED)
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_bytes_that_are_described_have_a_verdict_which_is_not_good(at: int) -> None:
+    """Whatever follows the key, of which `described` is not the judge."""
+    tail = random.Random(at).randbytes(len(BLOB) // 2)
+    for blob in (BLOB[: -len(tail)] + tail, BLOB[: len(BLOB) * at // 4] + tail):
+        described(blob)
+        assert verdict(f"ann {PUBLIC}", blob) in (Verdict.BAD, Verdict.UNTRUSTED)
 
 
 @given(st.binary(max_size=300))

@@ -77,5 +77,5 @@ class WithMore:
 
 def test_a_tensor_that_is_made_with_more_than_torch_knows_is_refused(repo: Repository, tmp_path: Path) -> None:
     torch.save({"array": np.arange(3), "t": WithMore()}, tmp_path / "x.pt")
-    with pytest.raises(InvalidInputError, match="no pickle can be read there"):
+    with pytest.raises(InvalidInputError, match="no pickle can be read there .TypeError: _rebuild_tensor_v2"):
         repo.import_file(tmp_path / "x.pt")

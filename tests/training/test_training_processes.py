@@ -60,7 +60,14 @@ def test_two_groups_of_one_job_commit_side_by_side(facts: list[dict[str, Any]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "when"), [(0, "commit, at the swap"), (1, "commit, while writing"), (2, "checkout, at the end")]
+    ("victim", "when"),
+    [
+        (1, "commit, while describing"),
+        (1, "commit, while writing"),
+        (0, "commit, at the swap"),
+        (1, "checkout, while verifying"),
+        (2, "checkout, at the end"),
+    ],
 )
 def test_a_killed_rank_makes_the_others_raise_in_time(tmp_path: Path, victim: int, when: str) -> None:
     path = tmp_path / "repo"

@@ -231,10 +231,14 @@ def a_rank_is_killed(path: str, victim: int, when: str) -> str:
 
 def _prepare_death(repo: Repository, state: dict[str, Any], when: str) -> None:
     store = repo._handle.store
-    if when == "commit, while writing":
+    if when == "commit, while describing":
+        state["extra"] = DiesWhenAsked()
+    elif when == "commit, while writing":
         state["new"] = torch.rand(4_000_000)
         store.open_writer = lambda key: die()  # type: ignore[method-assign]
     elif when == "commit, at the swap":
         store.compare_and_swap = lambda *args: die()  # type: ignore[method-assign]
+    elif when == "checkout, while verifying":
+        store.read_leaves = lambda *args, **options: die()  # type: ignore[method-assign]
     else:
         state["extra"] = DiesWhenAsked()

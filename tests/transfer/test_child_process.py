@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,14 @@ def test_a_child_that_dies_is_noticed_while_a_fork_has_its_end_of_the_connection
 def test_a_timeout_for_the_sockets_of_the_program_does_not_concern_the_child() -> None:
     socket.setdefaulttimeout(5.0)
     try:
-        child = ChildProcess(ENTRY)
-        descriptor = os.memfd_create("lent")
-        os.truncate(descriptor, 4096)
-        child.lend(7, descriptor, 4096)
-        os.close(descriptor)
-        assert run(child, "sum", 7) == 0
-        long = "x" * 20_000_000
-        assert run(child, "ask", long, answer=lambda name, given: given[0]) == long
-        child.close()
+        with closing(ChildProcess(ENTRY)) as child:
+            descriptor = os.memfd_create("lent")
+            os.truncate(descriptor, 4096)
+            child.lend(7, descriptor, 4096)
+            os.close(descriptor)
+            assert run(child, "sum", 7) == 0
+            long = "x" * 20_000_000
+            assert run(child, "ask", long, answer=lambda name, given: given[0]) == long
     finally:
         socket.setdefaulttimeout(None)
 

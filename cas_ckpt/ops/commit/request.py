@@ -420,16 +420,19 @@ def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitReque
         return False
     meaning = None if request.create else other_meaning(handle, branch)
     if meaning is not None:
-        raise InvalidInputError(f"{branch!r} reads as {meaning}: create=True begins the branch all the same")
+        raise InvalidInputError(
+            f"{branch!r} reads as {meaning}: create=True in CommitOptions begins the branch all the same"
+        )
     meant = None if request.create else nearly(branch, names)
     if meant is not None:
         raise InvalidInputError(
-            f"there is no branch {branch!r}: did you mean {meant!r}? create=True begins {branch!r} all the same"
+            f"there is no branch {branch!r}: did you mean {meant!r}? create=True in CommitOptions begins {branch!r} "
+            "all the same"
         )
     if known or request.orphan or not (names or any(True for _ in handle.refs.list(RefKind.TAG, RefKind.PIN))):
         return True
     raise InvalidInputError(
         f"there is no branch {branch!r}, and this state was not checked out from here, so that its history is not "
         f'known: begin the branch at a commit (repo.branch("{branch}", start=REF)), check out first '
-        "(repo.checkout(REF, into=state)), or begin a history of its own (orphan=True)"
+        "(repo.checkout(REF, into=state)), or begin a history of its own (orphan=True in CommitOptions)"
     )

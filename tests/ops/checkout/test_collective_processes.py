@@ -31,8 +31,8 @@ def test_four_processes_restore_what_one_has_committed(repo: tuple[str, str]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "number", "touches"),
-    [("gather_all", 2, False), ("exchange", 1, True)],
-    ids=["while they verify", "while they exchange"],
+    [("gather_all", 1, False), ("gather_all", 2, False), ("exchange", 1, True), ("gather_all", 4, True)],
+    ids=["while they tell what they want", "while they verify", "while they exchange", "at the end"],
 )
 def test_a_rank_that_is_killed_fails_all_the_others(
     repo: tuple[str, str], method: str, number: int, touches: bool

@@ -13,6 +13,7 @@ from cas_ckpt import PerRank, Repository
 from cas_ckpt.errors import PeerError
 from cas_ckpt.parallel.peers import Peers
 from tests.builders import numbers
+from tests.ranks import results, run_processes
 from tests.thread_peers import run_ranks
 
 
@@ -102,3 +103,23 @@ def test_a_pack_that_is_not_there_when_the_commit_is_published_is_named(tmp_path
         assert "packs/" in str(error)
     with Repository.open(tmp_path / "repo", group=None) as repo:
         assert not repo.log()
+
+
+def commits_from(places: list[str]) -> tuple[str, tuple[int, ...]]:
+    """On every process: a commit from the folder of its rank."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    with Repository.open(places[rank], timeout_s=60) as repo:
+        try:
+            return repo.commit(state_of(rank, 1)).id, ()
+        except PeerError as error:
+            return str(error), error.ranks
+
+
+@pytest.mark.slow
+def test_processes_with_a_folder_each_publish_nothing(places: list[Path]) -> None:
+    before = heads(places)
+    told = results(run_processes(3, "tests.ops.commit.test_one_store:commits_from", [str(place) for place in places]))
+    assert [ranks for _, ranks in told] == [(1, 2)] * 3, told
+    assert heads(places) == before

@@ -380,7 +380,9 @@ def test_a_key_that_nests_deeper_than_hash_can_follow_is_refused(
     torch.save({"x": 1}, tmp_path / "s.pt")
     data = b"\x80\x04" + NESTED[name] + b"."
     rewrite_zip(tmp_path / "s.pt", tmp_path / "deep.pt", lambda _, old: data if old[:1] == b"\x80" else old)
-    assert_refused(repo, tmp_path / "deep.pt", "no pickle can be read")
+    assert_refused(
+        repo, tmp_path / "deep.pt", r"no pickle can be read there \((ValueError: a key of tuples|TypeError|KeyError)"
+    )
 
 
 def test_values_that_calls_make_come_in_as_they_are(repo: RepositoryHandle, tmp_path: Path) -> None:
