@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from cas_ckpt.arguments import check_whole, whole_number
-from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, TooLargeError, shown_value
+from cas_ckpt.arguments import check_whole
+from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, TooLargeError
 
 T = TypeVar("T")
 
@@ -94,17 +94,14 @@ def limits(
         num_threads: Threads that hash, copy and compress. 0, the default: one per core, 16 at most.
     What is not given stays as it is.
     Raises:
-        InvalidInputError: a limit that is below 1, or not a number.
+        InvalidInputError: a limit that is no whole number, or below 1 (num_threads: below 0).
     """
     given = {"max_entries": max_entries, "max_bytes": max_bytes, "max_refs": max_refs, "memory_bytes": memory_bytes}
     wanted = {name: check_whole(name, value, least=1) for name, value in given.items() if value is not None}
     if num_threads is not None:
-        number = whole_number(num_threads)
-        if number is None or not 0 <= number <= MOST_THREADS:
-            raise InvalidInputError(
-                f"num_threads is {shown_value(num_threads)}: give a whole number up to {MOST_THREADS}; 0: one per core"
-            )
-        wanted["num_threads"] = number
+        wanted["num_threads"] = check_whole("num_threads", num_threads)
+        if wanted["num_threads"] > MOST_THREADS:
+            raise InvalidInputError(f"num_threads is {num_threads}: give a whole number up to {MOST_THREADS}")
     with holding(replace(_current.get(), **wanted)):
         yield
 

@@ -20,7 +20,7 @@ what was forgotten earlier), the tiers that are to have it are asked, each time:
     4. if asked for: are the bytes intact, all of them read
 
 A commit that a tier is to have (of a branch that it wants, or that it was seen to have) is passed only if
-that tier was seen to have it. Only reads.
+that tier was seen to have it.
 """
 
 from __future__ import annotations

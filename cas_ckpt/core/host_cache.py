@@ -161,7 +161,7 @@ class HostCache:
     # --- repositories --------------------------------------------------------------------------
 
     def repository(self, store_id: str, url: str) -> RepositoryCache | None:
-        """The cache of the repository of this id at `url`; None if it has no folder, or the id is malformed."""
+        """The cache of the repository of this id at `url`; None if there can be no folder, or the id is malformed."""
         name = _folder_name(store_id, url)
         if not _FOLDER.match(name):
             return None

@@ -117,8 +117,8 @@ class Destination:
         """
         if not isinstance(self.expected, AnyHead) and head != self.expected:
             raise ConflictError(
-                f"branch {self.branch!r} moved: it is at {_shown(head)}, this commit was to follow "
-                f"{_shown(self.expected)}: look at it, then check it out or commit again"
+                f"branch {self.branch!r} moved: it is at {shown_head(head)}, this commit was to follow "
+                f"{shown_head(self.expected)}: look at it, then check it out or commit again"
             )
         if head is None and not self.may_begin:
             raise ConflictError(f"branch {self.branch!r} was deleted while this commit was made: commit again")
@@ -533,7 +533,8 @@ def check_meaning(
         raise ConflictError(f"{name!r} reads as {meaning}: choose another name{anyway}")
 
 
-def _shown(head: Digest | AnyHead | None) -> str:
+def shown_head(head: Digest | AnyHead | None) -> str:
+    """The head of a branch, as messages name it."""
     return short(head) if isinstance(head, bytes) else "no commit"
 
 

@@ -1,4 +1,4 @@
-"""Mutable settings of a repository: named remotes, and where its index is.
+"""Mutable settings of a repository: named remotes, and where its index is; and whether the hosts in them are trusted.
 
 One sealed record under `settings`, changed by compare-and-swap, so that of two people who change it at once neither
 undoes the other.
@@ -6,12 +6,11 @@ undoes the other.
 Invariant: no secret is ever written here. Every reader of the repository can read the record, and it travels with a
 clone; so URLs that carry a password, a token or a signature are refused before anything is stored.
 
-Which hosts get credentials of the user's when only the settings of a repository name them.
-
-As with git's `safe.directory`, they count where the settings are the user's own: folder and record belong to whoever
-asks. Elsewhere (another's folder, a bucket) a host counts only if the user named it: in the address that he opened, or
-by `trusted_hosts`. A password is proven to a server in a way that it can try guesses on, and what S3 is sent shows the
-key id and the token of a session; so no connection is made before this was asked. docs/decisions/015 has the reasons.
+Hosts that only the settings name get credentials of the user's as follows. As with git's `safe.directory`, they count
+where the settings are the user's own: folder and record belong to whoever asks. Elsewhere (another's folder, a bucket)
+a host counts only if the user named it: in the address that he opened, or by `trusted_hosts`. A password is proven to a
+server in a way that it can try guesses on, and what S3 is sent shows the key id and the token of a session; so no
+connection is made before this was asked. docs/decisions/015 has the reasons.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Import and export of files of any format, and values as other programs read them.
 
-The format is chosen here; torch's own files are read and written in training/ and dcp/, which are loaded for them
-alone.
+The format is chosen here; what reads and writes torch's own files and DCP's folders is imported for them alone.
 
 Where an import goes: a file that holds a state of its own (torch.save, DCP) keeps the names in it. Everything else is
 named for what it is: "model", "optim", "scheduler", "scaler", "rng/<rank>", "sampler", "dataloader",

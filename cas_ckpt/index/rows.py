@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.nodes import LineageEdge, NodeContent
-from cas_ckpt.objects.pack import ExtentInfo, PackKind
+
+if TYPE_CHECKING:  # looking at refs imports this file, and nothing of commits
+    from cas_ckpt.objects.nodes import LineageEdge, NodeContent
+    from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""

@@ -100,20 +100,11 @@ class PlanSummary:
         return self.storage_s + self.network_s
 
 
-def summarize(
-    plan: ReadPlan,
-    totals: RankTotals | None = None,
-    *,
-    storage_bandwidth: float = STORAGE_BYTES_PER_S,
-    network_bandwidth: float = NETWORK_BYTES_PER_S,
-    extents_per_chunk: float | None = None,
-) -> PlanSummary:
-    """The plan in numbers.
+def summarize(plan: ReadPlan, totals: RankTotals | None = None) -> PlanSummary:
+    """The plan in numbers, at the usual bandwidths.
 
     Args:
         totals: What each rank does, if that is counted already.
-        storage_bandwidth, network_bandwidth: Bytes per second of one rank; more than 0.
-        extents_per_chunk: Mean number of extents, if known.
     """
     totals = rank_totals(plan) if totals is None else totals
     num_chunks = chunk_bytes = wanted_bytes = 0
@@ -132,9 +123,9 @@ def summarize(
         chunk_bytes=chunk_bytes,
         wanted_bytes=wanted_bytes,
         **{each.name: _spread(getattr(totals, each.name)) for each in fields(RankTotals)},
-        extents_per_chunk=extents_per_chunk,
-        storage_bandwidth=storage_bandwidth,
-        network_bandwidth=network_bandwidth,
+        extents_per_chunk=None,
+        storage_bandwidth=STORAGE_BYTES_PER_S,
+        network_bandwidth=NETWORK_BYTES_PER_S,
     )
 
 

@@ -153,14 +153,6 @@ class LeafHasher(Protocol):
         ...
 
 
-class HashingSource(Protocol):
-    """An `ArraySource` that also has this."""
-
-    def leaf_hasher(self) -> LeafHasher | None:
-        """A hasher that needs no read, one for all sources of a device; None if there is none."""
-        ...
-
-
 class ArrayTarget(Protocol):
     """Where the elements of one tensor go to. May be called from several threads."""
 

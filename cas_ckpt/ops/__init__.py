@@ -14,6 +14,6 @@ what it did or found. Each method of `Repository`, and each command of the comma
     gc/           data that nothing needs is deleted, packs are rewritten
     fsck/         damage is found and repaired, the index is made anew
 
-Arrows among verbs: diff and retention may use commit, checkout, history and gc; nothing else.
+Arrows among verbs: diff and retention may use commit, checkout, history, gc and fsck; nothing else.
 May not know: torch, the command line, `Repository`, how several ranks are connected.
 """

@@ -94,9 +94,7 @@ class ChildEnded(Exception):
         had_begun: It may have done something of its last work.
     """
 
-    def __init__(self, message: str, *, had_begun: bool = False) -> None:
-        super().__init__(message)
-        self.had_begun = had_begun
+    had_begun = False
 
 
 class Cancelled(Exception):
@@ -560,12 +558,13 @@ def serve(descriptor: int, parent: int, work: Work) -> NoReturn:
     end.setblocking(True)
     served = Served(connection, end)
     served._send("ready")
-    try:
-        while os.getppid() == parent:
-            if connection.poll(LOOK_S):
-                served._take(work, *connection.recv())
-    except (EOFError, OSError):
-        pass
+    while os.getppid() == parent:
+        try:
+            message = connection.recv() if connection.poll(LOOK_S) else None
+        except (EOFError, OSError):
+            break
+        if message is not None:
+            served._take(work, *message)
     os._exit(0)
 
 

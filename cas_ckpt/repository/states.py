@@ -318,6 +318,8 @@ class StateVerbs(Opened):
         common, reading = (self.commit_options, ImportOptions()) if options is None else (options, options)
         if not isinstance(reading, ImportOptions):
             raise InvalidInputError(f"options is {shown_value(options)}: give ImportOptions")
+        if not isinstance(common, CommitOptions):
+            raise InvalidInputError(f"commit_options is {shown_value(common)}: give CommitOptions")
         request = CommitRequest.of(
             common, branch=branch, message=message, step=step, metrics=metrics, meta=reading.meta,
             sign=given_key(common.sign),

@@ -10,7 +10,9 @@ upload that is slow but makes progress is given up.
     4. of a request each `LEAST_BYTES` go within the timeout of the connection
 
 Only the time that is spent waiting for the server counts: the reader may pause.
-Must not know: vendors, what is answered.
+
+Invariant: what a server says takes bounded memory and time, and is shown without secrets and control characters.
+Must not know: vendors, objects.
 """
 
 from __future__ import annotations

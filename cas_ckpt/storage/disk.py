@@ -158,9 +158,12 @@ def leaves_of_file(
     """
     if cached_only and not may_be_cached(fd, offset, size):
         return 0
-    no_wait = cached_only and not is_in_memory(fd)
+    read = functools.partial(native.read_leaves, fd, offset, first, size, leaf_bytes, digests, parts)
     try:
-        return native.read_leaves(fd, offset, first, size, leaf_bytes, digests, parts, no_wait)
+        done = read(cached_only)
+        if cached_only and not done and is_in_memory(fd):  # which knows no read that waits for nothing
+            done = read(False)
+        return done
     except EOFError as error:
         raise too_short(key, offset, size, os.fstat(fd).st_size) from error
 
@@ -519,11 +522,11 @@ def read_cached(fd: int, offset: int, view: memoryview) -> bool:
     if not may_be_cached(fd, offset, view.nbytes):
         return False
     try:
-        return os.preadv(fd, [view], offset, 0 if is_in_memory(fd) else _NOWAIT or 0) == view.nbytes
+        return os.preadv(fd, [view], offset, _NOWAIT or 0) == view.nbytes
     except OSError as error:
-        if error.errno in _NOT_CACHED:
-            return False
-        raise
+        if error.errno not in _NOT_CACHED:
+            raise
+        return is_in_memory(fd) and os.preadv(fd, [view], offset) == view.nbytes
 
 
 def may_be_cached(fd: int, offset: int, length: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
 from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import CkptError
 
 MAGIC = b"PK\x03\x04"
 """The first bytes of a zip with members."""
@@ -72,6 +73,8 @@ def stored_members(read: Read, num_bytes: int) -> dict[str, Member]:
     try:
         with ZipFile(file) as archive:
             return _members(file, archive)
+    except (CkptError, MemoryError):
+        raise
     except Exception as error:  # a stranger's bytes can make zipfile raise anything
         if type(error) is ValueError or (isinstance(error, OSError) and error.errno):
             raise

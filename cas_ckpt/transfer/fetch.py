@@ -265,7 +265,7 @@ def read_region(
 #     what it knows of the state   `ENTRY_BYTES` for each tensor, `CHUNK_BYTES` for each chunk
 #     the database, and threads    `FIXED_BYTES`
 #     each thread                  of an encoded chunk: the payload, what it is decoded to, a plane, and where it waits
-#     over a network               spans that are read at one time: half of the rest (sources.py)
+#     over a network               spans that are read at one time: half of the budget (`Arrivals.plan`)
 #     among ranks                  a round of messages that go out and one that comes in, and copies of both
 #
 # What comes out takes no more than the budget, unless that is less than `least_bytes`, which works.

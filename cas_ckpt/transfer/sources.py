@@ -47,7 +47,7 @@ SPARE_BYTES = 1 << 30
 """So much of a disk, or a tenth of it if that is less, is left free."""
 
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
-"""Most bytes of one read."""
+"""Most bytes of all reads at one time, whatever a store can do."""
 
 _MAPPED_BYTES = 1024 * 1024
 
@@ -267,20 +267,17 @@ class StagedStore:
 
 
 @contextmanager
-def staging(
-    store: Store, chunks: Sequence[tuple[Digest, int]], wanted_bytes: int, *, folders: Collection[str] | None = None
-) -> Iterator[StagedStore]:
+def staging(store: Store, chunks: Sequence[tuple[Digest, int]], wanted_bytes: int) -> Iterator[StagedStore]:
     """The store, with room on a local disk for these chunks (id, plain bytes) until the block ends.
 
     Args:
         wanted_bytes: Bytes of them that are wanted; 0: nothing will be staged.
-        folders: Where a temporary file may be made; None: where this computer has them.
     """
     room_bytes = 0
     with ExitStack() as stack:
         file: IO[bytes] | None = None
         if wanted_bytes:
-            folder, room_bytes = _roomiest(temporary_folders() if folders is None else folders, wanted_bytes)
+            folder, room_bytes = _roomiest(temporary_folders(), wanted_bytes)
             with suppress(OSError):  # then nothing is staged, which is said below
                 if folder:
                     file = stack.enter_context(tempfile.TemporaryFile(prefix="cas-ckpt-", dir=folder, buffering=0))

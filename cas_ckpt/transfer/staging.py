@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -260,14 +260,6 @@ class StagingPool:
 
 
 # ------------------------------------------------------------ copying
-
-
-class CopyingSource(Protocol):
-    """A source that writes its elements elsewhere by itself, such as from a device."""
-
-    def copy_into(self, box: Box, target: Array) -> None:
-        """Write the elements of `box`, raw items, to `target`; they are there when this returns."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

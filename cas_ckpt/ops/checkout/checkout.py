@@ -20,7 +20,7 @@ on every rank as it was. Equal descriptions give equal requests on every rank; r
 things under one key are found before anything is read. What a rank wants follows from its own description
 alone, so a placement need not name the boxes of other ranks.
 
-One region of one tensor; only the leaves that it touches are read and verified.
+`read_array`: one region of one tensor; only the leaves that it touches are read and verified.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     2. ask the index where both trees differ                       (index/tree_diff.py)
     3. of tensors on both sides, find the changed chunks           (ops/diff/walk.py)
     4. pair what was removed with what was added of equal content: it was moved
-    5. if asked: decode values, and stream the changed chunks      (ops/diff/diff.py, ops/diff/walk.py)
+    5. if asked: decode values, and stream the changed chunks      (ops/diff/elements.py)
 
 Invariant: work follows what differs; neither commit is ever loaded whole, unless a pattern of
 keys matches no difference: only an entry somewhere shows that it is not a mistake.

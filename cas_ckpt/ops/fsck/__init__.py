@@ -2,7 +2,7 @@
 
 The story of a check (`check.py`; its answer is in `report.py`):
     1. `records.py`: config, gc/state, refs and the other small records
-    2. `structure.py`: every pack and every node, and whether the index agrees with them; what remotes promised
+    2. `structure.py`: every pack and every node, and whether the index agrees with them
     3. `data.py`: if that is asked for, every byte of the packs, or of some of them; one job of many does
        this alone, for its share
     4. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and

@@ -3,7 +3,7 @@
     1. records: config, refs, gc state, forgotten commits, sessions      (ops/fsck/records.py)
     2. packs and nodes, and whether the index agrees                     (ops/fsck/structure.py)
     3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py); of a job's share of them
-       this comes first, and mostly alone                                (ops/fsck/data.py)
+       this comes first, and mostly alone
     4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
        of what remotes promised, and if asked for whether they have it
     5. commits that nothing leads to, and what is left of writers that died

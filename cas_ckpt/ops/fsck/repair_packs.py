@@ -7,7 +7,7 @@
         deleting: what is on the list is deleted. That was decided: fenced, rescued, or (by a repair) copied
         Where that fails (it is alive, or nothing can be deleted), lost objects are brought all the same; none
         counts as intact here that only a condemned pack holds
-    r4  chunks: lost objects are fetched, by id, from other repositories              (ops/fsck/repair_packs.py)
+    r4  chunks: lost objects are fetched, by id, from other repositories
     r5  packs: every intact entry of the damaged packs whose object no undamaged pack holds whole is copied into
         new packs, which are read back and verified; the damaged packs are copied to damaged/..., as they are
     r6  swap gc/state: idle g -> condemned g+1, the damaged packs        (fails if a collection began since r1)
@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
+from cas_ckpt import native
 from cas_ckpt.core.config import Config, read_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import ASIDE_PREFIX
@@ -48,7 +49,7 @@ from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UnusableParts
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, leaf_digest, object_id
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, object_id
 from cas_ckpt.objects.nodes import Node, decode_commit
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
@@ -59,7 +60,7 @@ from cas_ckpt.ops.fsck.structure import Structure, checked_structure
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.chunk_reader import ChunkReader, runs
 from cas_ckpt.transfer.copying import intact_chunks
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink, WrittenPack
 from cas_ckpt.transfer.scan import ExtentScanner, ScanUnit
@@ -503,21 +504,16 @@ def _intact_runs(info: ExtentInfo, digests: bytes, payload: bytes, covered: Coll
     if info.encoding != codec.RAW:
         plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
     leaf, first = info.leaf_bytes, info.first_leaf
+    found, wanted = native.leaf_digests(plain, leaf), digests[first * DIGEST_BYTES :]
     good = [
-        first + at not in covered
-        and leaf_digest(plain[at * leaf : (at + 1) * leaf])
-        == digests[(first + at) * DIGEST_BYTES : (first + at + 1) * DIGEST_BYTES]
+        at
         for at in range(info.num_leaves)
+        if first + at not in covered
+        and found[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] == wanted[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
     ]
-    if all(good):
+    if len(good) == info.num_leaves:
         return [_Run(first, info.num_leaves, info.encoding, payload)]
-    spans: list[list[int]] = []
-    for at, intact in enumerate(good):
-        if intact and spans and spans[-1][1] == at:
-            spans[-1][1] = at + 1
-        elif intact:
-            spans.append([at, at + 1])
     return [
         _Run(first + start, stop - start, int(codec.RAW), bytes(plain[start * leaf : stop * leaf]))
-        for start, stop in spans
+        for start, stop in runs(good)
     ]

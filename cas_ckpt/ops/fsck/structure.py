@@ -5,8 +5,8 @@
     3. an index that agrees is used for the questions that follow; else one is made for the check,
        in a temporary folder, from what the packs say
 
-Invariant: nothing of the repository is changed, but that the index takes in packs that it did not know, and rows of
-packs that wait for them since an upgrade, as with any command. What a pack says is reported as far as anything in it
+Invariant: nothing of the repository is changed, but that the index takes in packs that it did not know, as with any
+command. What a pack says is reported as far as anything in it
 can be believed: where its directory is lost, its entries are found again by their own headers. Memory grows with the
 damage and with one batch of packs, not with the repository.
 """

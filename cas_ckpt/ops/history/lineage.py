@@ -69,7 +69,7 @@ class CommitLineage(Brief):
 
 
 def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
-    """Ancestors and descendants of the commit `revision` over lineage edges, transitively.
+    """Ancestors and descendants of the commit `revision` over lineage edges and history, transitively.
 
     Raises:
         NotFoundError: no such revision.

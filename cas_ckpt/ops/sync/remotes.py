@@ -130,12 +130,8 @@ class Tracked:
     behind: int
 
 
-def tracked_branches(handle: RepositoryHandle, names: Sequence[str] | None = None) -> dict[str, Tracked]:
-    """Branch -> how it stands to that of `origin`, or of the only remote; of branches that are known there.
-
-    Args:
-        names: Of these branches; None: of all.
-    """
+def tracked_branches(handle: RepositoryHandle) -> dict[str, Tracked]:
+    """Branch -> how it stands to that of `origin`, or of the only remote; of branches that are known there."""
     remotes = [remote.name for remote in read_settings(handle.store).remotes]
     remote = ORIGIN if ORIGIN in remotes else remotes[0] if len(remotes) == 1 else None
     if remote is None:
@@ -144,7 +140,7 @@ def tracked_branches(handle: RepositoryHandle, names: Sequence[str] | None = Non
     found = {}
     for (kind, name), ours in heads.items():
         theirs = heads.get((RefKind.REMOTE, f"{remote}/{name}"))
-        if kind is RefKind.BRANCH and theirs is not None and (names is None or name in names):
+        if kind is RefKind.BRANCH and theirs is not None:
             found[name] = Tracked(f"{remote}/{name}", *_apart(handle, ours, theirs))
     return found
 

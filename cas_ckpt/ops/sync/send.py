@@ -37,6 +37,7 @@ from cas_ckpt.core.publish import (
     GenerationMoved,
     publish_copied,
     ref_for_writing,
+    shown_head,
     take_away,
 )
 from cas_ckpt.core.records import Brief
@@ -45,7 +46,7 @@ from cas_ckpt.core.signatures import check_move
 from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.memory import check_memory, current_limits
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
 from cas_ckpt.parallel.workers import default_threads
@@ -318,20 +319,22 @@ class _Sending:
         where = f"{update.kind.label} {update.name!r} of {self.target.store.url}"
         if not isinstance(update.expected, AnyHead) and old not in (update.expected, new):
             raise ConflictError(
-                f"{where} is at {_shown(old)}, not at {_shown(update.expected)} as expected: somebody moved it; fetch, "
-                "look at it, then try again"
+                f"{where} is at {shown_head(old)}, not at {shown_head(update.expected)} as expected: "
+                "somebody moved it; fetch, look at it, then try again"
             )
         if new is None and old is None:
             raise NotFoundError(f"there is no {where}: nothing is to be deleted")
         how = _how(graph, update.kind, old, new)
         if how is Moved.FORCED and not update.force and isinstance(update.expected, AnyHead):
             if update.kind is RefKind.TAG:
-                raise ConflictError(f"{where} names {_shown(old)} already, and tags stay: use force=True to move it")
+                raise ConflictError(
+                    f"{where} names {shown_head(old)} already, and tags stay: use force=True to move it"
+                )
             known = (
                 "which this commit does not follow" if old is not None and old in graph else "which is not known here"
             )
             raise ConflictError(
-                f"{where} is at {_shown(old)}, {known}: put the commits here on top of it "
+                f"{where} is at {shown_head(old)}, {known}: put the commits here on top of it "
                 "(repo.pull(rebase=True)), push under another name, or replace it with force=True"
             )
         self.moved[update.key] = MovedRef(update.key, hex_of(old), hex_of(new), how)
@@ -491,10 +494,6 @@ def _on_first_line(graph: Graph, old: Digest | None, new: Digest) -> bool:
         commit = graph.commits.get(at)
         at = commit.parents[0] if commit is not None and commit.parents else None
     return at is not None
-
-
-def _shown(digest: Digest | AnyHead | None) -> str:
-    return short(digest) if isinstance(digest, bytes) else "no commit"
 
 
 def hex_of(digest: Digest | None) -> str | None:

@@ -1,6 +1,6 @@
 """Tensors that are in the memory of a GPU: hashed there, so that only chunks that are new come to the host.
 
-    1. A commit asks the sources of such tensors for their hasher (transfer/save.py; `HashingSource`).
+    1. A commit asks the sources of such tensors for their hasher (transfer/save.py; `leaf_hasher`).
     2. trust.py has one for every device, and says whether it is believed.
     3. cells.py finds where the cells are in memory, hasher.py launches the kernels on a stream of its own.
     4. kernels.py is BLAKE3 for Triton; it is imported when the first tensor is hashed, and need not be there.

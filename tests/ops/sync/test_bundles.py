@@ -20,6 +20,7 @@ from cas_ckpt.objects.digest import seal
 from cas_ckpt.ops.sync.bundle import read_bundle
 from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
 from cas_ckpt.ops.sync.send import Moved
+from cas_ckpt.storage.stored_zip import stored_members
 from tests.builders import commit, numbers, weights
 from tests.cli.running import call, ok
 from tests.ops.sync.test_push_and_pull import require_same, require_sound
@@ -283,3 +284,12 @@ def test_a_damaged_bundle_is_refused_by_fetch_and_clone(here: Repository, tmp_pa
         there.fetch(path)
     with pytest.raises(CorruptionError):
         Repository.clone(path, tmp_path / "clone")
+
+
+@pytest.mark.parametrize("kind", [CorruptionError, MemoryError])
+def test_what_a_reader_of_a_zip_raises_is_not_said_to_be_the_zips_fault(kind: type[BaseException]) -> None:
+    def read(offset: int, length: int) -> bytes:
+        raise kind("the file ends")
+
+    with pytest.raises(kind, match="the file ends"):
+        stored_members(read, 1000)
