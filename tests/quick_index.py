@@ -1,4 +1,4 @@
-"""A new SQLite index gets its tables from a script recorded from the migrations once, not from Alembic each time.
+"""A new SQLite index is a copy of one that the migrations made when this module was imported.
 
 Thousands of tests make a repository; Alembic takes 50 ms for each and always makes the same. `ensure_schema` still
 looks at every database afterwards. test_migrations.py runs the migrations themselves (`migrations_run`).
@@ -12,14 +12,18 @@ from __future__ import annotations
 import functools
 import os
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import cast
 
 from sqlalchemy import Engine
 
-from cas_ckpt.index import index, meta, sqlite
-from cas_ckpt.index.database import IN_MEMORY, Database, open_database, table_names
+from cas_ckpt.index import index, sqlite
+from cas_ckpt.index.database import Database
 from cas_ckpt.index.index import ensure_schema
 
 
@@ -58,26 +62,48 @@ def _first_engine() -> Engine:
 
 
 def _ensure_schema(database: Database) -> None:
-    is_new = database.path is None or not os.path.exists(database.path) or not database.path.stat().st_size
-    if database.engine.dialect.name == "sqlite" and is_new and not database.read_only:
-        script = _script()
-        with database.writing() as connection:
-            if not table_names(connection):
-                driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-                for statement in script:
-                    driver.execute(statement)
+    if database.engine.dialect.name == "sqlite" and not database.read_only:
+        if database.path is None:
+            _fill_memory(database.engine)
+        else:
+            _make_file(database.path)
     ensure_schema(database)
 
 
-@functools.cache
-def _script() -> tuple[str, ...]:
-    """What makes an empty database one of the newest revision."""
-    database = open_database(IN_MEMORY, store_id="", read_only=False)
-    ensure_schema(database)
-    with database.reading() as connection:
-        made = [sql for (sql,) in connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
-        ((revision,),) = connection.exec_driver_sql("SELECT version_num FROM alembic_version").fetchall()
-        views = " ".join(meta.made_views(connection))
-    database.close()
-    rows = (f"alembic_version VALUES ('{revision}')", f"t_meta VALUES ('{meta.VIEWS}', '{views}')")
-    return (*made, *(f"INSERT INTO {row}" for row in rows))
+def _fill_memory(engine: Engine) -> None:
+    with closing(engine.raw_connection()) as connection:
+        driver = cast(sqlite3.Connection, connection.driver_connection)
+        if not driver.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            with _ONE_COPY:
+                _TEMPLATE.backup(driver)
+
+
+def _make_file(path: Path) -> None:
+    """The whole file or none; Alembic makes it where that cannot be, or where a group has rights of its own."""
+    if path.exists() or path.parent.stat().st_mode & stat.S_IWGRP:
+        return
+    with suppress(OSError):
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
+        try:
+            os.write(fd, _FILE)
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)  # else Python does not follow the link
+        finally:
+            os.close(fd)
+
+
+def _made(connect: Callable[[], sqlite3.Connection], path: Path | None = None) -> sqlite3.Connection:
+    """A connection to a new database, which Alembic has made."""
+    engine = _new_engine(connect, shared=True)
+    ensure_schema(Database(engine, "template", False, nullcontext(), Lock(), path=path))
+    return cast(sqlite3.Connection, engine.raw_connection().driver_connection)
+
+
+def _made_file() -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "index")
+        _made(lambda: sqlite.writer(path), path).close()
+        return path.read_bytes()
+
+
+_ONE_COPY = Lock()
+_TEMPLATE, _FILE = _made(sqlite.memory_connection), _made_file()
