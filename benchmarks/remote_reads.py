@@ -43,9 +43,9 @@ from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Abilities, Store
-from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer import arrivals
 from cas_ckpt.transfer.read_plan import ReadLimits
+from tests.wrapped_stores import CountingStore
 
 AT_ONCE = 16
 PART_BYTES = 8 << 20

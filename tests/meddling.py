@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import FaultyStore
+from tests.wrapped_stores import FaultyStore
 
 REQUESTS = ("get", "get_range", "get_tail", "read_into", "open_writer", "put_if_absent", "compare_and_swap")
 

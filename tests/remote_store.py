@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Abilities, ListedVersion, Store
-from cas_ckpt.testing.faults import CountingStore
+from tests.wrapped_stores import CountingStore
 
 WRITER_CALLS = ("write", "commit")
 """What is asked of writers, which make one request of all."""

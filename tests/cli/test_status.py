@@ -17,8 +17,8 @@ from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_stat
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.ops.history.usage import repository_status
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.faults import CountingStore
 from tests.cli.running import call, ok
+from tests.wrapped_stores import CountingStore
 
 
 def new(folder: Path, *, commits: int = 2) -> list[str]:

@@ -17,8 +17,8 @@ from cas_ckpt.ops.sync.remotes import remote_named
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing.effects import FaultPlan, lose_reply
-from cas_ckpt.testing.faults import FaultyStore
+from tests.effects import FaultPlan, lose_reply
+from tests.wrapped_stores import FaultyStore
 
 ORIGIN = Remote("origin", "s3://bucket/runs?region=eu-west-1")
 

@@ -19,8 +19,9 @@ from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import Effects, FaultyStore
 from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.effects import Effects
+from tests.wrapped_stores import FaultyStore
 
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=1.0)
 """Everything that is dead, at once; nothing is copied."""

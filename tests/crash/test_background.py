@@ -19,7 +19,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import BackgroundCommitError, OutOfSpaceError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, no_space_from
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before, no_space_from
+from tests.wrapped_stores import FaultyStore
 
 MOST_EFFECTS = 22
 

@@ -14,7 +14,7 @@ from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.index import Index
 from cas_ckpt.ops.commit import request
-from cas_ckpt.testing import CrashNow
+from tests.effects import CrashNow
 
 NUM_THREADS, NUM_COMMITS = 4, 5
 

@@ -17,18 +17,9 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import (
-    CrashNow,
-    Effects,
-    Fault,
-    FaultPlan,
-    FaultyStore,
-    die_after,
-    die_before,
-    lose_reply,
-    no_space_from,
-)
 from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.effects import CrashNow, Effects, Fault, FaultPlan, die_after, die_before, lose_reply, no_space_from
+from tests.wrapped_stores import FaultyStore
 
 BEFORE = {"w": numbers(150_000, seed=1), "v": numbers(150_000, seed=2), "step": 1, "text": "a" * 3000}
 AFTER = {"w": numbers(150_000, seed=3), "v": numbers(150_000, seed=4), "step": 2, "text": "b" * 3000}

@@ -21,9 +21,9 @@ from cas_ckpt.errors import (
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import CrashNow, Effects, Fault, FaultPlan, lose_reply, no_space_from
 from tests.builders import commit
 from tests.crash.collecting import EAGER, THOROUGH, World, items, world
+from tests.effects import CrashNow, Effects, Fault, FaultPlan, lose_reply, no_space_from
 
 
 def planned(state: World, plan: FaultPlan) -> tuple[RepositoryHandle, Effects]:

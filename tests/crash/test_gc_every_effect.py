@@ -15,9 +15,9 @@ from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.refs import rename_ref
 from cas_ckpt.ops.retention.forget import forget_revisions
-from cas_ckpt.testing import CrashNow, Effects, FaultPlan, die_after, die_before
 from tests.builders import commit
 from tests.crash.collecting import EAGER, THOROUGH, World, check_commit, history, items, world
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before
 
 Verb = Callable[[RepositoryHandle], object]
 

@@ -20,8 +20,8 @@ from cas_ckpt.ops.refs import delete_branch, rename_ref
 from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing.effects import WatchedDisk, by_chance, keep_all, lose_all, watching
 from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.effects import WatchedDisk, by_chance, keep_all, lose_all, watching
 
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0)
 SHARED = numbers(3000, seed=99)

@@ -31,20 +31,11 @@ from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import (
-    CrashNow,
-    Effects,
-    Fault,
-    FaultPlan,
-    FaultyStore,
-    die_after,
-    die_before,
-    lose_reply,
-    no_space_from,
-)
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.crash.collecting import THOROUGH, World, history
+from tests.effects import CrashNow, Effects, Fault, FaultPlan, die_after, die_before, lose_reply, no_space_from
 from tests.processes import ROOT
+from tests.wrapped_stores import FaultyStore
 
 BRANCHES = ("main", "ft")
 

@@ -17,10 +17,11 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, no_space_from
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.divided import mesh, over, state_of
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before, no_space_from
 from tests.thread_peers import run_ranks
+from tests.wrapped_stores import FaultyStore
 
 SIZE = 3
 BEFORE = {"w": numbers(1500, 700, seed=1), "v": numbers(70_000, seed=2), "step": 1}

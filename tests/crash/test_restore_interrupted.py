@@ -16,7 +16,7 @@ from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, StorageError, TooLargeError
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CrashNow
+from tests.effects import CrashNow
 from tests.properties.states import bits
 
 SIZES = {"a": 800_000, "b": 2_000_000, "c": 40_000}

@@ -22,8 +22,8 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, parse_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
 from cas_ckpt.training.capture.tensors import elements_of
+from tests.wrapped_stores import CountingStore, FaultyStore, flip_bit
 
 STATE = {
     "wide": torch.arange(1500 * 3000, dtype=torch.int32).reshape(1500, 3000),

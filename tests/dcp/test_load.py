@@ -30,9 +30,9 @@ from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.dcp import CasLoadPlanner, CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import NotFoundError, StorageError
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import FaultyStore, flip_bit
 from tests.crash.test_restore_interrupted import StoreThatFails
 from tests.dcp.states import alone, awkward_state, load, plain_state, same, save, trained
+from tests.wrapped_stores import FaultyStore, flip_bit
 
 
 def zeroed(state: Any) -> Any:

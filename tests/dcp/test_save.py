@@ -21,9 +21,10 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, StoredEntry
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import FaultyStore, no_space_from
 from tests.dcp.states import awkward_state, load, plain_state, same, save
+from tests.effects import no_space_from
 from tests.servers import S3Server
+from tests.wrapped_stores import FaultyStore
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import CountingStore, Effects, FaultyStore
-from cas_ckpt.testing.faults import Damage
+from tests.effects import Effects
 from tests.thread_peers import run_ranks
 from tests.training.fake_world import fake_world
+from tests.wrapped_stores import CountingStore, Damage, FaultyStore
 
 MIB = 1 << 20
 

@@ -24,11 +24,12 @@ from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Container, TensorItem
 from cas_ckpt.ops.commit.merge_states import describe, merge_states
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CountingStore, CrashNow, Effects, FaultPlan, die_after, die_before, fail_at, flip_bit
 from tests.builders import ArrayMemory
 from tests.divided import mesh, over
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before, fail_at
 from tests.faults.rank_cases import MIB, Counting, Place, by_rank, damaged, divide, divided, failing, noise, opcodes
 from tests.training.roundtrip import same_state
+from tests.wrapped_stores import CountingStore, flip_bit
 
 ENOUGH = 80
 """More effects than a commit here has."""

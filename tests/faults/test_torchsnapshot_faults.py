@@ -19,20 +19,10 @@ from cas_ckpt import CommitInfo, CommitOptions, Repository, limits
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PeerError, UnsupportedValueError
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import (
-    CountingStore,
-    CrashNow,
-    Effects,
-    FaultPlan,
-    die_after,
-    die_before,
-    fail_at,
-    flip_bit,
-    truncate,
-)
-from cas_ckpt.testing.faults import Damage
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before, fail_at
 from tests.faults.rank_cases import MIB, Counting, Place, by_rank, damaged, divide, divided, failing, noise
 from tests.training.roundtrip import same_state
+from tests.wrapped_stores import CountingStore, Damage, flip_bit, truncate
 
 HOURS_S = 7200.0
 """Nobody who waits for this timeout gets through the test."""

@@ -19,9 +19,9 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.storage import url
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import Store, StreamWriter
-from cas_ckpt.testing.faults import _WriterAround
 from tests.memory_bucket import MemoryBucket
 from tests.schedule.soundness import Shelf
+from tests.wrapped_stores import _WriterAround
 
 
 @pytest.fixture

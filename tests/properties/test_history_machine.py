@@ -36,12 +36,13 @@ from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag, delete_ref, rename_ref, undelete_ref
 from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before
 from tests.properties.history_model import HistoryModel, Name
 from tests.schedule.plain_index import PlainIndex, rebuilt
 from tests.schedule.soundness import Shelf, Soundness
 from tests.schedule.world import commit, read_back
 from tests.searches import tries
+from tests.wrapped_stores import FaultyStore
 
 TEXTS = st.text("abcdef", min_size=1, max_size=4).map(lambda text: "".join(sorted(set(text))))
 BRANCHES = st.sampled_from(["main", "exp", "z/1"])

@@ -24,9 +24,10 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before
 from tests.properties.states import account, blank, copied, leaves, mapped, states, ties, torch_tensor
 from tests.searches import tries
+from tests.wrapped_stores import FaultyStore
 
 BRANCHES = st.sampled_from(["main", "exp", "a/b"])
 TAGS = st.sampled_from(["t", "exp", "v/1"])

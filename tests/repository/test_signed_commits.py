@@ -20,13 +20,13 @@ from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.objects.nodes import commit_node, decode_commit, split_signature
 from cas_ckpt.ops.verify import verify_revision
 from cas_ckpt.signing import Verdict, as_trust
-from cas_ckpt.testing.effects import CrashNow, die_before
-from cas_ckpt.testing.faults import FaultyStore
 from tests.builders import commit
 from tests.committing import TIMEOUT_S, new_store, on
+from tests.effects import CrashNow, die_before
 from tests.far import FarStore
 from tests.signing.keys import key_file, public_line
 from tests.thread_peers import run_ranks
+from tests.wrapped_stores import FaultyStore
 
 ANN, BOB = str(key_file("ed25519")), str(key_file("ecdsa256"))
 BY_ANN, BY_BOB = [f"ann {public_line('ed25519')}"], [f"bob {public_line('ecdsa256')}"]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.testing import Fault
+from tests.effects import Fault
 from tests.schedule.scheduler import Decider, Request, Turn
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from cas_ckpt.errors import TransientStorageError
-from cas_ckpt.testing import CrashNow, Fault
+from tests.effects import CrashNow, Fault
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
-from cas_ckpt.testing import Fault
+from tests.effects import Fault
 from tests.schedule.deciders import all_of, some_of, to
 from tests.schedule.play import Scenario, play
 from tests.schedule.scenarios import random_decider

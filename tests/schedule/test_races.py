@@ -12,7 +12,7 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
-from cas_ckpt.testing import Fault
+from tests.effects import Fault
 from tests.index.building import empty
 from tests.schedule.deciders import Go, Script, Together, all_of, some_of, through, to
 from tests.schedule.play import Played, Scenario, collect_in_quiet, play

@@ -7,20 +7,8 @@ import pytest
 from cas_ckpt.errors import CorruptionError, OutOfSpaceError, StorageError, TransientStorageError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import (
-    CountingStore,
-    CrashNow,
-    Effects,
-    FaultPlan,
-    FaultyStore,
-    die_after,
-    die_before,
-    fail_at,
-    flip_bit,
-    lose_reply,
-    no_space_from,
-    truncate,
-)
+from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before, fail_at, lose_reply, no_space_from
+from tests.wrapped_stores import CountingStore, FaultyStore, flip_bit, truncate
 
 EFFECTS = ["put a", "write b", "commit b", "put_if_absent c", "compare_and_swap c", "delete a"]
 

@@ -14,9 +14,10 @@ from cas_ckpt.storage.gcs import GcsBucket, GcsSettings
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import FaultyStore, StoreConformance
+from cas_ckpt.testing import StoreConformance
 from tests.proxy import Proxy
 from tests.servers import GcsServer
+from tests.wrapped_stores import FaultyStore
 
 
 class TestGcsStore(StoreConformance):

@@ -11,8 +11,9 @@ import pytest
 from cas_ckpt.storage import memory
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CountingStore, FaultyStore, StoreConformance
+from cas_ckpt.testing import StoreConformance
 from cas_ckpt.testing.store_values import noise
+from tests.wrapped_stores import CountingStore, FaultyStore
 
 
 class TestMemoryStore(StoreConformance):

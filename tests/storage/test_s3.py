@@ -17,10 +17,11 @@ from cas_ckpt.storage import s3 as s3_module
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import ListsVersions, Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import FaultyStore, StoreConformance
+from cas_ckpt.testing import StoreConformance
 from cas_ckpt.testing.store_values import at_once, noise
 from tests.proxy import Proxy, s3_error, status
 from tests.servers import KEY_ID, SECRET_KEY, S3Server
+from tests.wrapped_stores import FaultyStore
 
 PART = 256 << 10
 

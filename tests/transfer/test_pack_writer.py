@@ -15,10 +15,11 @@ from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects.digest import chunk_id
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import CountingStore, CrashNow, FaultyStore, die_before, fail_at, no_space_from
 from cas_ckpt.transfer import pack_writer
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from tests.effects import CrashNow, die_before, fail_at, no_space_from
 from tests.meddling import MeddledStore
+from tests.wrapped_stores import CountingStore, FaultyStore
 
 
 def chunk(number: int, size: int = 100_000) -> EncodedChunk:

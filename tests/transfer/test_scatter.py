@@ -20,7 +20,6 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.probe import NO_TOKEN, cache_token
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer import scatter, sources
 from cas_ckpt.transfer.hashing import stretches
 from cas_ckpt.transfer.rounds import ALIGN_BYTES, Incoming, Streams, TargetTensor, aligned, cut_rounds, quota_bytes
@@ -29,6 +28,7 @@ from tests.builders import numbers
 from tests.far import FarStore
 from tests.ops.checkout.rank_targets import Saved, divided_by, fetch_on_ranks, mesh, restore, saved, targets_of
 from tests.thread_peers import run_ranks
+from tests.wrapped_stores import CountingStore
 
 KIB = 1024
 ARRAYS = {"wide": numbers(600, 4096, seed=1), "line": numbers(3 << 19, seed=2), "few": numbers(40, 100, seed=3)}

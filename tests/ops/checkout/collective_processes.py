@@ -13,11 +13,11 @@ from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore
 from cas_ckpt.training.process_group import GroupPeers
 from tests.builders import numbers
 from tests.ops.checkout.rank_targets import UNTOUCHED, divided_by, fetch_on_ranks, mesh, targets_of
 from tests.ranks import die
+from tests.wrapped_stores import CountingStore
 
 ARRAYS = {"wide": numbers(600, 4096, seed=1), "line": numbers(3 << 19, seed=2), "few": numbers(40, 100, seed=3)}
 VICTIM = 2

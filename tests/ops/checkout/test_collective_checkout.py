@@ -16,7 +16,6 @@ from cas_ckpt.objects.state import TensorCopy
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.progress import Silent
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
 from cas_ckpt.transfer.scatter import PARTLY_WRITTEN
 from tests.builders import numbers
 from tests.ops.checkout.rank_targets import (
@@ -32,6 +31,7 @@ from tests.ops.checkout.rank_targets import (
     targets_of,
 )
 from tests.thread_peers import run_ranks
+from tests.wrapped_stores import CountingStore, FaultyStore, flip_bit
 
 ARRAYS: dict[str, Any] = {
     "wide": numbers(600, 4096, seed=1),

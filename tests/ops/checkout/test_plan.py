@@ -28,8 +28,8 @@ from cas_ckpt.ops.checkout.plan import (
     read_json,
 )
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore
 from tests.builders import commit, new_repository, numbers, tensor
+from tests.wrapped_stores import CountingStore
 
 
 def weight(*shape: int, seed: int = 0) -> TensorItem:

@@ -18,8 +18,8 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.ops.checkout.checkout import Part, part_of, read_array
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore
 from tests.builders import commit, new_repository, numbers, same_bytes
+from tests.wrapped_stores import CountingStore
 
 
 def stored(handle: RepositoryHandle, array: np.ndarray[Any, Any]) -> StoredTensor:

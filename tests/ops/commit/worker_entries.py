@@ -28,7 +28,8 @@ from cas_ckpt.ops.commit import commit
 from cas_ckpt.ops.commit.process import child
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import Effects, FaultPlan, FaultyStore, die_after
+from tests.effects import Effects, FaultPlan, die_after
+from tests.wrapped_stores import FaultyStore
 
 MODULE = "tests.ops.commit.worker_entries"
 

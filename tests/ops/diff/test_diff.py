@@ -24,9 +24,9 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.diff.answer import Diff, EntryDiff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository, numbers, state, tensor
+from tests.wrapped_stores import CountingStore
 
 LARGE = numbers(2100, 1000, seed=1)
 """Three chunks of 1024 rows; the last one is short."""

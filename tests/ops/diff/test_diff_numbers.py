@@ -25,8 +25,8 @@ from cas_ckpt.ops.diff.answer import Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.ops.diff.numbers import TensorNumbers, measure, widening
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore
 from tests.builders import ArrayMemory, commit, new_repository, numbers, tensor
+from tests.wrapped_stores import CountingStore
 
 WITHOUT_NUMBERS = sorted(
     {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}

@@ -37,8 +37,8 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.diff.answer import Change, Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CountingStore
 from tests.builders import ArrayMemory, numbers, publish_nodes, tensor
+from tests.wrapped_stores import CountingStore
 
 LEAVES: list[Item] = [
     ValueItem(0),

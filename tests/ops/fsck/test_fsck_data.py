@@ -20,9 +20,9 @@ from cas_ckpt.ops.fsck.data import DataOptions, Subset, choose_packs, parse_subs
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import FaultyStore
 from tests.builders import commit, new_repository, numbers
 from tests.ops.fsck.fsck_cases import flip
+from tests.wrapped_stores import FaultyStore
 
 DAY_S = 86400.0
 PACKS = {f"packs/{number:02x}/{number:02x}{number:030x}.data": 1000 + number for number in range(100)}

@@ -18,9 +18,10 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CrashNow, FaultPlan, FaultyStore, die_after, die_before
 from tests.builders import commit, new_repository, numbers
+from tests.effects import CrashNow, FaultPlan, die_after, die_before
 from tests.ops.fsck.fsck_cases import READ_ALL, arrays, check, copy_of, flip, repair
+from tests.wrapped_stores import FaultyStore
 
 ALL = GcOptions(min_age_s=0, reflog_expire_s=0)
 KINDS = frozenset({RepairKind.CHUNKS, RepairKind.PACKS, RepairKind.REFS})

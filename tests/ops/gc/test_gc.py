@@ -33,9 +33,10 @@ from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import CrashNow, Fault, FaultPlan, FaultyStore
 from cas_ckpt.transfer.pack_writer import pack_key
 from tests.builders import commit, new_repository, numbers, stored_arrays
+from tests.effects import CrashNow, Fault, FaultPlan
+from tests.wrapped_stores import FaultyStore
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 """Spare nothing."""

@@ -32,8 +32,8 @@ from cas_ckpt.ops.retention.forget import forget_by_policy, forget_revisions
 from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.ops.retention.rules import Candidate, Line, decide
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.faults import CountingStore
 from tests.builders import commit, new_repository, numbers
+from tests.wrapped_stores import CountingStore
 
 AT_ONCE = GcOptions(min_age_s=0, reflog_expire_s=0)
 STEPS = 50

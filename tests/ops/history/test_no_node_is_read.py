@@ -12,8 +12,8 @@ from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.state import Container
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.faults import CountingStore
 from tests.builders import commit, new_repository, numbers, tensor
+from tests.wrapped_stores import CountingStore
 
 OF_PACKS = ("get_range", "get_tail", "read_into")
 """How packs are read; refs and records are read whole."""

@@ -30,12 +30,12 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.history.shards import ShardRow, shards_of
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing.faults import CountingStore
 from tests.builders import commit, numbers, publish_nodes
 from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of
 from tests.objects.divisions import SHAPE, WORLD, placements
 from tests.thread_peers import run_ranks
+from tests.wrapped_stores import CountingStore
 
 
 def together(store: Store, size: int, state: Callable[[int], Container]) -> CommitInfo:

@@ -25,11 +25,11 @@ from cas_ckpt.index import contents
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.storage import disk
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.effects import CrashNow, die_before, no_space_from
-from cas_ckpt.testing.faults import FaultyStore
 from tests.cli.running import ok
+from tests.effects import CrashNow, die_before, no_space_from
 from tests.processes import ROOT
 from tests.servers import S3Server
+from tests.wrapped_stores import FaultyStore
 
 ROWS = 200_000
 

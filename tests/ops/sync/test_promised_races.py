@@ -15,7 +15,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing.faults import CountingStore
+from tests.wrapped_stores import CountingStore
 
 MOST_REQUESTS = 400
 

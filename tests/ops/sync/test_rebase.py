@@ -19,9 +19,9 @@ from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.ops.sync.rebase import rebase
 from cas_ckpt.ops.sync.send import Moved
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import CrashNow, Effects, die_after, die_before
 from tests.builders import commit, stored_arrays, weights
 from tests.crash.collecting import THOROUGH, World
+from tests.effects import CrashNow, Effects, die_after, die_before
 from tests.ops.sync.test_push_and_pull import Pair, items, require_sound
 
 

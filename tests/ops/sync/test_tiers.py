@@ -28,10 +28,11 @@ from cas_ckpt.errors import (
     TransientStorageError,
 )
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import Fault, FaultPlan, FaultyStore
 from tests.builders import commit, weights
 from tests.cli.running import call, ok
+from tests.effects import Fault, FaultPlan
 from tests.processes import ROOT
+from tests.wrapped_stores import FaultyStore
 
 
 def opened(folder: Path) -> tuple[Repository, Repository]:

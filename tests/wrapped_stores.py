@@ -15,7 +15,7 @@ from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Abilities, Store, StreamWriter
-from cas_ckpt.testing.effects import CONDITIONALS, Effects, FaultPlan
+from tests.effects import CONDITIONALS, Effects, FaultPlan
 
 T = TypeVar("T")
 
