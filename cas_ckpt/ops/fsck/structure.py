@@ -5,10 +5,10 @@
     3. an index that agrees is used for the questions that follow; else one is made for the check,
        in a temporary folder, from what the packs say
 
-Invariant: nothing of the repository is changed, but that the index takes in packs that it did not know, as with any
-command. What a pack says is reported as far as anything in it
-can be believed: where its directory is lost, its entries are found again by their own headers. Memory grows with the
-damage and with one batch of packs, not with the repository.
+Invariant: nothing of the repository is changed, but that the index takes in intact packs that it did not know, as with
+any command. What a pack says is reported as far as anything in it can be believed: where its directory is lost, its
+entries are found again by their own headers. Memory grows with the damage and with one batch of packs, not with the
+repository.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ def catch_up(store: Store, structure: Structure) -> None:
     new = [(key, size) for key, size in listed if key not in structure.packs]
     known = structure.index.packs()
     if not structure.index.read_only:
-        structure.index.add_packs([finding.record for finding in scan_packs(store, new) if finding.key not in known])
+        found = [finding for finding in scan_packs(store, new) if finding.key not in known]
+        whole = [finding for finding in found if not finding.bad and finding.is_listed]
+        structure.index.add_packs([finding.record for finding in (whole if structure.is_own else found)])
     structure.packs.update(new)
 
 
@@ -347,8 +349,9 @@ def _agrees_except_differences(index: Index, structure: Structure, findings: Fin
     if behind:
         findings.note(index.place, f"{len(behind)} packs were not in it yet")
     if behind and not wrong and not index.read_only:
-        add_scanned(findings.store, index, [(key, structure.packs[key]) for key in behind])
-        behind = []
+        whole = [key for key in behind if key not in structure.bad]  # others have no rows of what is damaged in them
+        add_scanned(findings.store, index, [(key, structure.packs[key]) for key in whole])
+        behind = [key for key in behind if key in structure.bad]
     if wrong:
         shown = "; ".join(f"{key}: {intact[key]}" for key in wrong[:_MOST_NAMED])
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""

@@ -6,6 +6,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from cas_ckpt.ops.refs import create_branch, create_tag, reflog
 from cas_ckpt.ops.sync.fetch import FetchRequest, clone
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
-from tests.ops.fsck.fsck_cases import arrays, build, check, copy_of, flip, repair, repair_as_told, states
+from tests.ops.fsck.fsck_cases import arrays, build, check, copy_of, flip, regions, repair, repair_as_told, states
 from tests.signing.keys import key_file
 
 DICE = random.Random(11)
@@ -353,6 +354,25 @@ def test_an_index_that_lags_behind_is_no_damage(repo: Path, intact: Path) -> Non
     assert report.ok and "were not in it yet" in report.notes[0].what
     assert odd(check(repo)) == []
     assert arrays(repo, [info.id])
+
+
+def test_of_a_damaged_pack_that_an_index_does_not_know_it_takes_nothing_in_before_the_pack_is_whole_again(
+    repo: Path, intact: Path
+) -> None:
+    known = {pack.name for pack in (repo / "packs").glob("*/*.meta")}
+    handle = RepositoryHandle.open(repo)
+    info = commit(handle, {"w": numbers(90, 90, seed=77)})
+    handle.close()
+    index_file(repo).write_bytes(index_file(intact).read_bytes())
+    new = next(one for one in regions(repo) if one.name == "commit payload" and one.pack.name not in known)
+    whole = (repo / new.pack).read_bytes()
+    flip(repo / new.pack, new.start + 20)
+    assert not check(repo).ok
+    (repo / new.pack).write_bytes(whole)
+    with closing(RepositoryHandle.open(repo)) as again:
+        again.sync()
+        assert info.id in {digest.hex() for digest in again.index.read(history.read_links)}
+    assert check(repo).ok
 
 
 def test_an_open_repository_is_checked_and_repaired_in_place(repo: Path, intact: Path) -> None:
