@@ -18,7 +18,7 @@ from cas_ckpt.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
-    from cas_ckpt.ops.sync.tier import BackgroundPushes
+    from cas_ckpt.ops.sync.push import BackgroundPushes
     from cas_ckpt.training.background.commits import BackgroundCommits, InFlight
 
 

@@ -155,7 +155,7 @@ class RemoteVerbs(Opened):
         Raises:
             ConflictError: the file is there. InvalidInputError: nothing would be in it.
         """
-        from cas_ckpt.ops.sync.bundle import create_bundle
+        from cas_ckpt.ops.sync.push import create_bundle
 
         return create_bundle(self._handle, path, texts(refs), since=since, force=force, progress=shown(progress))
 
@@ -172,7 +172,7 @@ class RemoteVerbs(Opened):
             NotFoundError: it continues from commits that are not here. ConflictError: a branch here has commits of its
                 own. CorruptionError: the file is damaged. SignatureError: a branch here takes signed commits only.
         """
-        from cas_ckpt.ops.sync.bundle import take_bundle
+        from cas_ckpt.ops.sync.fetch import take_bundle
 
         return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
 
@@ -199,7 +199,7 @@ class RemoteVerbs(Opened):
         Raises:
             ConflictError: a branch there went another way; the others were pushed.
         """
-        from cas_ckpt.ops.sync.tier import push_pending
+        from cas_ckpt.ops.sync.push import push_pending
 
         return push_pending(self._handle, remote, max_bandwidth=max_bandwidth, progress=shown(progress))
 

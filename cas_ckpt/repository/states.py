@@ -163,7 +163,7 @@ class StateVerbs(Opened):
         """A function that begins a push to the remote `push_to` after a commit; None if there is none to begin."""
         if push_to is None or self._ranks.peers.rank != 0:
             return None
-        from cas_ckpt.ops.sync.tier import BackgroundPushes, make_tier
+        from cas_ckpt.ops.sync.push import BackgroundPushes, make_tier
 
         make_tier(self._handle, push_to)
         pushes = self._pushes = self._pushes or BackgroundPushes(self._handle)

@@ -1,12 +1,14 @@
-"""fetch, pull, clone: commits of another repository come here.
+"""fetch, pull, clone: commits of another repository, or of a bundle, come here.
 
-    fetch  its branches become remote-tracking branches here (`origin/main`); tags come along. Of a place that has no
-           name here one branch comes, which FETCH_HEAD names
-    pull   fetch, then the branch here goes forward to the one there, or (rebase.py) its commits are put on top
-    clone  a new repository with the settings of the other one; fetch; its default branch begins here
+    fetch        its branches become remote-tracking branches here (`origin/main`); tags come along. Of a place that has
+                 no name here one branch comes, which FETCH_HEAD names
+    pull         fetch, then the branch here goes forward to the one there, or its own commits are made anew on top of
+                 that one
+    clone        a new repository with the settings of the other one; fetch; its default branch begins here
+    take_bundle  the branches and tags of a bundle go forward, or begin, here
 
 Invariant: nothing that a branch here names is lost: branches move forward, or are rebased. What comes in is verified on
-its way, whatever the other side says (send.py).
+its way, whatever the other side says (send.py). A rebase changes no state: each root stays what it was.
 """
 
 from __future__ import annotations
@@ -18,19 +20,22 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from cas_ckpt.arguments import did_you_mean
+from cas_ckpt.core.completeness import require_complete
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import change_default_branch, init_repository
+from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import graph_with, read_graph
 from cas_ckpt.core.publish import branch_target
+from cas_ckpt.core.records import CONTINUED_FROM
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, other_meaning, resolve
-from cas_ckpt.core.settings import Remote, read_settings, stored_url
+from cas_ckpt.core.settings import Remote, check_remote_name, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.sync.bundle_file import require_whole
-from cas_ckpt.ops.sync.rebase import rebase as rebase_branch
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.nodes import LineageEdge, Node, commit_node, decode_commit
+from cas_ckpt.ops.sync.bundle import opened_bundle, require_prerequisites, require_whole
 from cas_ckpt.ops.sync.remotes import (
     FETCH_HEAD,
     ORIGIN,
@@ -45,6 +50,7 @@ from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, Sync
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.url import open_store
+from cas_ckpt.transfer.pack_writer import write_nodes
 
 MOST_NAMED = 10
 """Branches that an error lists."""
@@ -174,9 +180,7 @@ def _send_with_tags(
             continue
         is_free = request.force or (known is None and may_come(handle, other, ref))
         if is_free and (RefKind.BRANCH, ref.name) not in own:
-            taken.append(
-                RefUpdate(ref.kind, ref.name, ref.target, request.force, note=ref.note, signature=ref.signature)
-            )
+            taken.append(RefUpdate.of(ref, force=request.force))
         else:
             here = None if known is None else known.target
             rejected.append(MovedRef(f"{ref.kind.value}{ref.name}", hex_of(here), hex_of(ref.target), Moved.REJECTED))
@@ -251,6 +255,64 @@ def _standing(handle: RepositoryHandle, source: RepositoryHandle, ours: Digest |
     if ours in graph_of_both(source, handle, [theirs]).reached([theirs]):
         return Moved.FORWARD
     return Moved.SAME if theirs in graph_with(handle, [ours]).reached([ours]) else Moved.REBASED
+
+
+def rebase_branch(handle: RepositoryHandle, branch: str, ours: Digest, theirs: Digest) -> MovedRef:
+    """Make the commits of `branch`, which is at `ours`, that `theirs` does not lead to anew on top of `theirs`.
+
+    Both sides are in this repository. The former commits stay in the branch's log. The new ones have the same states,
+    words and numbers, but no signatures, which are of the commits that were; the first names in its lineage what its
+    state came from (`continued-from`), since that is no longer its parent.
+
+    Raises:
+        ConflictError: the branch moved meanwhile. NotFoundError: the data of one of the commits was forgotten.
+        SignatureError: the branch takes signed commits only.
+    """
+    own = _own_commits(handle, ours, theirs)
+    forgotten = forgotten_view(handle)
+    without_data = next((digest for digest in own if digest in forgotten), None)
+    if without_data is not None:
+        raise NotFoundError(f"commit {short(without_data)} was forgotten: it cannot be made anew without its data")
+    generation = handle.begin_writing()
+    require_complete(handle, ours, generation)
+    nodes = _made_anew(handle, own, theirs)
+    ordered, hints = handle.hints.copies(nodes, [])
+    packs = [write_nodes(handle.cached_store, ordered, hints=hints)]
+    handle.add_written(packs, ordered, generation=generation)
+    update = RefUpdate(RefKind.BRANCH, branch, nodes[-1].digest, force=True, expected=ours)
+    send(handle, handle, [update], SendOptions("rebase"), near=handle)
+    anew = {digest.hex(): node.digest.hex() for digest, node in zip(own, nodes, strict=True)}
+    if handle.head.commit in anew:  # the live state is that of the new commit as well: the next one follows that
+        handle.head = replace(handle.head, commit=anew[handle.head.commit])
+    return MovedRef(update.key, ours.hex(), nodes[-1].digest.hex(), Moved.REBASED)
+
+
+def _own_commits(handle: RepositoryHandle, ours: Digest, theirs: Digest) -> list[Digest]:
+    """The commits to be made anew, the eldest first."""
+    graph = graph_with(handle, [ours, theirs])
+    there = graph.reached([theirs])
+    found: list[Digest] = []
+    at: bytes | None = ours
+    while at is not None and at not in there:
+        found.append(Digest(at))
+        commit = graph.commits.get(at)
+        at = commit.parents[0] if commit is not None and commit.parents else None
+    return found[::-1]
+
+
+def _made_anew(handle: RepositoryHandle, own: Sequence[Digest], onto: Digest) -> list[Node]:
+    made: dict[Digest, Node] = {}
+    parent = onto
+    for digest in own:
+        commit = decode_commit(handle.read_node(ObjectKind.COMMIT, digest))
+        lineage = commit.lineage
+        if not made and commit.parents:
+            lineage = (*lineage, LineageEdge(CONTINUED_FROM, commit.parents[0]))
+        others = [made[other].digest if other in made else other for other in commit.parents[1:]]
+        parents = tuple(dict.fromkeys((parent, *others)))
+        made[digest] = commit_node(replace(commit, parents=parents, lineage=lineage, signature=None))
+        parent = made[digest].digest
+    return list(made.values())
 
 
 def clone(
@@ -352,3 +414,29 @@ def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest
     update = RefUpdate(RefKind.BRANCH, branch, start)
     moved = send(other, made, [update], replace(request.options, action="clone"), near=made)
     return replace(report, url=other.store.url, refs=(*report.refs, *moved.refs))
+
+
+def take_bundle(
+    handle: RepositoryHandle, path: str | os.PathLike[str], *, remote: str | None = None, dry_run: bool = False,
+    progress: Progress = SILENT,
+) -> SyncReport:  # fmt: skip
+    """Bring the commits of a bundle here; its branches move those of the same names forward, or begin them.
+
+    Args:
+        remote: Its branches become branches of this remote (`NAME/main`) instead; it need not be set.
+    Raises:
+        NotFoundError: it needs commits that are not here. ConflictError: a branch here has commits of its own, or a
+            tag names another commit. CorruptionError: it is damaged, or was changed.
+    """
+    with opened_bundle(path) as (store, source):
+        require_prerequisites(handle, store)
+        updates = []
+        own = {(ref.kind, ref.name) for ref in handle.refs.list(RefKind.BRANCH, RefKind.TAG)}
+        for ref in source.refs.list(RefKind.BRANCH, RefKind.TAG, RefKind.PIN):
+            if remote is not None and ref.kind is RefKind.BRANCH:
+                name = f"{check_remote_name(remote)}/{ref.name}"
+                updates.append(RefUpdate(RefKind.REMOTE, name, ref.target, force=True))
+            elif ref.kind is RefKind.PIN or (ref.kind, ref.name) in own or may_come(handle, source, ref):
+                updates.append(RefUpdate.of(ref))
+        options = SendOptions("bundle", dry_run, progress=progress)
+        return replace(send(source, handle, updates, options, near=handle), url=store.url)

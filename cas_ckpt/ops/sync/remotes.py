@@ -32,7 +32,7 @@ from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url,
 from cas_ckpt.errors import ConflictError, InvalidInputError, PermissionDeniedError, shown_value
 from cas_ckpt.index import liveness
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.sync.bundle_file import BundleStore, opened_bundle, require_prerequisites
+from cas_ckpt.ops.sync.bundle import BundleStore, opened_bundle, require_prerequisites
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import path_of_url

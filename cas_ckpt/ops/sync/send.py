@@ -89,6 +89,12 @@ class RefUpdate:
     note: str | None = None
     signature: TagSignature | None = None
 
+    @classmethod
+    def of(cls, ref: Ref, *, force: bool = False) -> RefUpdate:
+        """The update that makes the ref of this kind and name what `ref` of another repository is."""
+        note = None if ref.kind is RefKind.BRANCH else ref.note
+        return cls(ref.kind, ref.name, ref.target, force, note=note, signature=ref.signature)
+
     @property
     def key(self) -> str:
         """Its whole name."""

@@ -17,8 +17,7 @@ import pytest
 from cas_ckpt import Repository
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import seal
-from cas_ckpt.ops.sync.bundle import read_bundle
-from cas_ckpt.ops.sync.bundle_file import BundleStore, BundleWriter
+from cas_ckpt.ops.sync.bundle import BundleStore, BundleWriter, read_bundle
 from cas_ckpt.ops.sync.send import Moved
 from cas_ckpt.storage.stored_zip import stored_members
 from tests.builders import commit, numbers, weights

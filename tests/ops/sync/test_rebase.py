@@ -16,7 +16,7 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.refs import create_branch
-from cas_ckpt.ops.sync.rebase import rebase
+from cas_ckpt.ops.sync.fetch import rebase_branch
 from cas_ckpt.ops.sync.send import Moved
 from cas_ckpt.storage.memory import MemoryStore
 from tests.builders import commit, stored_arrays, weights
@@ -114,7 +114,7 @@ def test_a_branch_that_moves_meanwhile_is_left_where_it_went(apart: Pair) -> Non
     commit(apart.ours, items(9), message="meanwhile")
     head = apart.here.resolve("main")
     with pytest.raises(ConflictError, match="somebody moved it"):
-        rebase(apart.ours, "main", ours, theirs)
+        rebase_branch(apart.ours, "main", ours, theirs)
     assert apart.here.resolve("main") == head
 
 
@@ -154,7 +154,7 @@ def test_dying_at_any_effect_leaves_the_branch_at_one_or_the_other_and_all_of_it
             faulty = world.open(Effects(fate(k)))
             ours, theirs = resolve(faulty, "main"), resolve(faulty, "theirs")
             with suppress(CrashNow):
-                rebase(faulty, "main", ours, theirs)
+                rebase_branch(faulty, "main", ours, theirs)
                 break
             handle = world.open()
             collect_garbage(handle, THOROUGH)
