@@ -26,15 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.errors import InvalidInputError, StorageError, shown_value
+from cas_ckpt.objects.nodes import MAX_SIGNATURE_BYTES
 
 if TYPE_CHECKING:
     import subprocess
 
 NAMESPACE = "cas_ckpt"
 """What signatures of commits and tags are made for, so that one made for something else is none here."""
-
-MAX_SIGNATURE_BYTES = 16 * 1024
-"""No signature is longer: one of RSA with 16,384 bits has about 4,200 bytes."""
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 

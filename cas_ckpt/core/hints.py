@@ -43,9 +43,18 @@ from cas_ckpt.errors import CkptError, NotFoundError
 from cas_ckpt.index import contents
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
-from cas_ckpt.objects.hints import Hints, PageCommit, encode_hints
 from cas_ckpt.objects.nodes import Node, decode_commit
-from cas_ckpt.objects.pack import TRAILER_BYTES, ExtentInfo, Location, PackKind, encode_directory, encode_trailer
+from cas_ckpt.objects.pack import (
+    TRAILER_BYTES,
+    ExtentInfo,
+    Hints,
+    Location,
+    PackKind,
+    PageCommit,
+    encode_directory,
+    encode_hints,
+    encode_trailer,
+)
 from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.transfer.pack_writer import WrittenPack
 

@@ -21,8 +21,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, Unsupport
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
-from cas_ckpt.objects.hints import MOST_BYTES, Hints, decode_hints, hints_bytes
-from cas_ckpt.objects.pack import ExtentInfo, Location, coalesced
+from cas_ckpt.objects.pack import MOST_HINTS_BYTES, ExtentInfo, Hints, Location, coalesced, decode_hints, hints_bytes
 from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
@@ -283,7 +282,7 @@ def hints_problem(store: Store, key: str, trailer: pack.Trailer, entries: Sequen
     length = trailer.directory_offset - start
     if trailer.kind != pack.PackKind.META or length <= 0 or trailer.num_entries != len(entries):
         return None
-    if length > 2 * MOST_BYTES:
+    if length > 2 * MOST_HINTS_BYTES:
         return f"{length} bytes that are no entry are in front of its directory"
     try:
         decode_hints(store.get_range(key, start, length))

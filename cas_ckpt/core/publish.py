@@ -51,9 +51,8 @@ from cas_ckpt.core.revisions import other_meaning
 from cas_ckpt.core.signatures import check_move, require_signed, required_signers
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
-from cas_ckpt.objects.hints import Hints
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node, decode_commit
-from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.pack import Hints, PackKind
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack, pack_key, write_nodes

@@ -9,8 +9,8 @@ How a state becomes bytes:
 4. tensors, containers and commits become nodes, named by their bytes: `nodes.py`; who held what becomes a layout:
    `layouts.py`, its ranks as runs: `rank_runs.py`; the one form that each has in msgpack, and the sealed records of
    config, refs and gc: `digest.py`
-5. chunks and nodes become entries of packs: `pack.py`; how the bytes of a chunk are compressed there: `codec.py`;
-   what meta packs say besides, to spare readers requests: `hints.py`
+5. chunks and nodes become entries of packs: `pack.py` (with what meta packs say besides, to spare readers requests);
+   how the bytes of a chunk are compressed there: `codec.py`
 
 `graph.py` has the graph of commits as plain values: ancestors, order, merge bases. `patterns.py` says which keys a
 pattern means.

@@ -90,17 +90,14 @@ _NO_MEMORY = "not enough memory"
 """zstd's words for it: its errors have no number here."""
 
 
-def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int, is_zero: bool = False) -> Encoded:
+def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int) -> Encoded:
     """The extent in the form that `policy` chooses; raw unless another form saves 3 %.
 
     Args:
         data: The extent, contiguous.
         item_bytes: Bytes per element of the tensor, for constants and planes.
-        is_zero: The caller knows (from leaf digests) that every byte is zero.
     """
     view = memoryview(data).cast("B")
-    if is_zero and len(view):
-        return Encoded(Encoding.ZERO, b"")
     pattern = _repeated_item(view, item_bytes)
     if pattern is not None:
         return Encoded(Encoding.CONSTANT, pattern) if any(pattern) else Encoded(Encoding.ZERO, b"")

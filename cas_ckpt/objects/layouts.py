@@ -225,32 +225,28 @@ def layout_node(layout: LayoutObject) -> Node:
 
     Fields that were added to the first four are in it only where they say something.
     """
-    payload: dict[str, Any] = {
-        "world_size": layout.world_size,
-        "mesh": list(map(list, layout.mesh)),
-        "placements": {key: placement for key, placement in layout.placements.items() if is_nameable(key)},
-        "aliases": [list(group) for group in layout.aliases if all(map(is_nameable, group))],
-    }
-    if layout.ranks:
-        payload["ranks"] = flat_runs(layout.ranks)
-    if layout.meshes:
-        payload["meshes"] = list(map(_mesh_row, layout.meshes))
-    if layout.divisions:
-        payload["divisions"] = list(map(_division_row, layout.divisions))
     by_order: dict[tuple[int, ...], list[str]] = {}
     for key, order in layout.orders.items():
         if is_nameable(key):
             by_order.setdefault(order, []).append(key)
-    if by_order:
-        payload["orders"] = [[list(order), sorted(keys)] for order, keys in sorted(by_order.items())]
-    versions = {
-        key: {name: number for name, number in found.items() if is_nameable(name)}
-        for key, found in layout.versions.items()
-        if is_nameable(key)
+    payload: dict[str, Any] = {
+        "world_size": layout.world_size,
+        "mesh": layout.mesh,
+        "placements": {key: placement for key, placement in layout.placements.items() if is_nameable(key)},
+        "aliases": [group for group in layout.aliases if all(map(is_nameable, group))],
     }
-    if versions:
-        payload["versions"] = versions
-    return make_node(ObjectKind.LAYOUT, payload)
+    added = {
+        "ranks": flat_runs(layout.ranks),
+        "meshes": list(map(_mesh_row, layout.meshes)),
+        "divisions": list(map(_division_row, layout.divisions)),
+        "orders": [(order, sorted(keys)) for order, keys in sorted(by_order.items())],
+        "versions": {
+            key: {name: number for name, number in found.items() if is_nameable(name)}
+            for key, found in layout.versions.items()
+            if is_nameable(key)
+        },
+    }
+    return make_node(ObjectKind.LAYOUT, payload | {name: value for name, value in added.items() if value})
 
 
 def is_nameable(key: str) -> bool:
@@ -263,7 +259,7 @@ def is_nameable(key: str) -> bool:
 
 
 def _mesh_row(mesh: LayoutMesh) -> list[Any]:
-    return [list(map(list, mesh.axes)), flat_runs(mesh.ranks)]
+    return [mesh.axes, flat_runs(mesh.ranks)]
 
 
 def _division_row(parts: Iterable[Part]) -> list[Any]:
@@ -272,8 +268,7 @@ def _division_row(parts: Iterable[Part]) -> list[Any]:
         if isinstance(part, OverMesh):
             rows.append(["mesh", part.mesh, list(map(str, part.splits))])
         elif isinstance(part, InBoxes):
-            boxes = [[list(box.offsets), list(box.sizes), flat_runs(runs)] for box, runs in part.boxes]
-            rows.append(["boxes", boxes])
+            rows.append(["boxes", [(box.offsets, box.sizes, flat_runs(runs)) for box, runs in part.boxes]])
         elif isinstance(part, Whole):
             rows.append(["whole", flat_runs(part.ranks)])
     return rows

@@ -41,7 +41,6 @@ from cas_ckpt.objects.digest import (
 )
 from cas_ckpt.objects.spec import Grid, Spec, shared_spec
 from cas_ckpt.objects.state import Flavor, Name
-from cas_ckpt.signing import MAX_SIGNATURE_BYTES
 
 if TYPE_CHECKING:
     from cas_ckpt.objects.layouts import LayoutObject
@@ -561,6 +560,9 @@ class CommitObject:
     signature: bytes | None = None
 
 
+MAX_SIGNATURE_BYTES = 16 * 1024
+"""No signature is longer: one of RSA with 16,384 bits has about 4,200 bytes."""
+
 _Types: TypeAlias = Mapping[str, tuple[type, ...]]
 
 _DOUBLE = struct.Struct(">d")
@@ -568,41 +570,19 @@ _NAN = _DOUBLE.pack(math.nan)
 """The one NaN that a metric may be: others would give equal commits other ids."""
 
 _COMMIT_TYPES: _Types = {
-    "root": (bytes,),
-    "parents": (list,),
-    "message": (str,),
-    "author": (str,),
-    "time_us": (int,),
-    "step": (int, type(None)),
-    "metrics": (list,),
-    "meta": (bytes, type(None)),
-    "layout": (bytes,),
-    "stats": (dict,),
-}
+    "root": (bytes,), "parents": (list,), "message": (str,), "author": (str,), "time_us": (int,),
+    "step": (int, type(None)), "metrics": (list,), "meta": (bytes, type(None)), "layout": (bytes,), "stats": (dict,),
+}  # fmt: skip
 
 _OPTIONAL_TYPES: _Types = {"lineage": (list,), "provenance": (bytes,), "signature": (bytes,)}
 
 
 def commit_node(commit: CommitObject) -> Node:
     """The node of `commit`; optional fields are in it only where they say something."""
-    payload: dict[str, Any] = {
-        "root": commit.root,
-        "parents": list(commit.parents),
-        "message": commit.message,
-        "author": commit.author,
-        "time_us": commit.time_us,
-        "step": commit.step,
-        "metrics": list(map(list, commit.metrics.items())),
-        "meta": commit.meta,
-        "layout": commit.layout,
-        "stats": commit.stats,
-    }
-    if commit.lineage:
-        payload["lineage"] = [[edge.kind, edge.target, edge.note] for edge in commit.lineage]
-    if commit.provenance is not None:
-        payload["provenance"] = commit.provenance
-    if commit.signature is not None:
-        payload["signature"] = commit.signature
+    lineage = [(edge.kind, edge.target, edge.note) for edge in commit.lineage] or None
+    fields = {name: getattr(commit, name) for name in (*_COMMIT_TYPES, *_OPTIONAL_TYPES)}
+    fields |= {"metrics": list(commit.metrics.items()), "lineage": lineage}
+    payload = {name: value for name, value in fields.items() if name in _COMMIT_TYPES or value is not None}
     return make_node(ObjectKind.COMMIT, payload, (commit.root, commit.layout))
 
 

@@ -1,9 +1,10 @@
-"""The bytes of a pack: header, entry headers, directory and trailer.
+"""The bytes of a pack: header, entry headers, directory and trailer; and hints, which save readers requests.
 
-Invariant: every part carries its own check, so that damage is found where it is, the
-directory alone rebuilds the index rows of a pack, and intact entries can be found again
-after damage (each begins with a magic and has its own length). Pure bytes: knows nothing
-of files.
+Invariant: every part carries its own check, so that damage is found where it is, the directory alone rebuilds the index
+rows of a pack, and intact entries can be found again after damage (each begins with a magic and has its own length).
+Hints that are read are well-formed and within limits, before memory is taken for them; whether they are true is for the
+reader to find out: a commit by its id, a directory by its own trailer, a name of a pack by looking. Pure bytes: knows
+nothing of files.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from blake3 import blake3
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, ObjectKind, chunk_id
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import (
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    Digest,
+    ObjectKind,
+    chunk_id,
+    pack_canonical,
+    unpack_canonical,
+)
 
 VERSION = 1
 PACK_PREFIX = "packs/"
@@ -205,18 +215,9 @@ def decode_header(data: Buffer) -> tuple[bytes, PackKind]:
 def encode_entry_header(info: ExtentInfo, digests: bytes) -> bytes:
     """The header of an entry; `digests` are all leaf digests of the chunk, joined (none for nodes)."""
     fixed = _ENTRY.pack(
-        ENTRY_MAGIC,
-        info.kind,
-        info.encoding,
-        info.header_bytes,
-        info.leaf_bytes,
-        info.num_bytes,
-        info.stored_bytes,
-        info.first_leaf,
-        info.num_leaves,
-        info.digest,
-        info.base or _NO_BASE,
-    )
+        ENTRY_MAGIC, info.kind, info.encoding, info.header_bytes, info.leaf_bytes, info.num_bytes, info.stored_bytes,
+        info.first_leaf, info.num_leaves, info.digest, info.base or _NO_BASE,
+    )  # fmt: skip
     return _sealed(fixed + digests)
 
 
@@ -268,24 +269,13 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, bytes
 def encode_directory(entries: Sequence[ExtentInfo]) -> bytes:
     """The directory: one fixed record an entry, sorted by (id, first leaf)."""
     ordered = sorted(entries, key=attrgetter("digest", "first_leaf"))
-    return b"".join(
-        [
-            _DIRECTORY.pack(
-                entry.digest,
-                entry.base or _NO_BASE,
-                entry.offset,
-                entry.num_bytes,
-                entry.stored_bytes,
-                entry.header_bytes,
-                entry.leaf_bytes,
-                entry.first_leaf,
-                entry.num_leaves,
-                entry.kind,
-                entry.encoding,
-            )
-            for entry in ordered
-        ]
-    )
+    return b"".join([
+        _DIRECTORY.pack(
+            entry.digest, entry.base or _NO_BASE, entry.offset, entry.num_bytes, entry.stored_bytes, entry.header_bytes,
+            entry.leaf_bytes, entry.first_leaf, entry.num_leaves, entry.kind, entry.encoding,
+        )
+        for entry in ordered
+    ])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,3 +393,138 @@ def _kind(enum: type[_K], value: int, what: str) -> _K:
         return enum(value)
     except ValueError as error:
         raise UnsupportedVersionError(f"{what} kind {value} is not known to this cas_ckpt: upgrade it") from error
+
+
+# --- hints of a meta pack: redundant data that saves a reader requests ----------------------
+#
+#    | entries | hints | directory | trailer |         hints = payload | footer
+#
+# They are between the last entry and the directory, and no entry names them: they are no objects, nothing refers to
+# them, and whoever copies what is needed out of a pack leaves them behind.
+
+_HINTS_VERSION = 1
+_HINTS_MAGIC = b"CASCHINT"
+_FOOTER = struct.Struct("<8sHH4xQQ")
+_FOOTER_BYTES = _FOOTER.size + CHECK_BYTES
+
+MOST_HINTS_BYTES = 16 * 1024 * 1024
+"""Plain bytes of hints, at most: a reader takes no more memory for what is only a hint."""
+
+_MOST_COMMITS = 4096
+_MOST_NAMES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class PageCommit:
+    """A commit of a page.
+
+    Attributes:
+        data: Its node: the id follows from it, and is not said.
+        pack: Name of the meta pack that holds it.
+        others: Its further parents, and names of the packs that hold those.
+    """
+
+    data: bytes
+    pack: bytes
+    others: tuple[tuple[Digest, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """The data of a meta pack besides its nodes.
+
+    Attributes:
+        depth: How many first parents lead from the commit of this pack to the first one that pages know.
+        commits: Its first parent, the first parent of that one, and so on.
+        others: Further parents of the commit itself, and names of the packs that hold those.
+        directories: (trailer, directory) of data packs that were written for the commit: their bytes.
+        packs: Names of further meta packs that were written for it.
+    """
+
+    depth: int = 0
+    commits: tuple[PageCommit, ...] = ()
+    others: tuple[tuple[Digest, bytes], ...] = ()
+    directories: tuple[tuple[bytes, bytes], ...] = ()
+    packs: tuple[bytes, ...] = ()
+
+
+def encode_hints(hints: Hints) -> bytes:
+    """The bytes of `hints`; empty if they would be longer than a reader takes."""
+    payload = pack_canonical({
+        "depth": hints.depth,
+        "commits": [(each.data, each.pack, each.others) for each in hints.commits],
+        "others": hints.others,
+        "directories": hints.directories,
+        "packs": hints.packs,
+    })  # fmt: skip
+    if len(payload) > MOST_HINTS_BYTES:
+        return b""
+    encoded = codec.encode_extent(payload, policy=codec.EncodingPolicy.ZSTD, item_bytes=1)
+    body = bytes(encoded.payload)
+    return _sealed(body + _FOOTER.pack(_HINTS_MAGIC, _HINTS_VERSION, encoded.encoding, len(body), len(payload)))
+
+
+def hints_bytes(tail: Buffer) -> int | None:
+    """How long the hints are that `tail` ends with, by what their footer claims; None if it ends with none."""
+    if len(tail) < _FOOTER_BYTES:
+        return None
+    magic, _, _, stored, plain = _FOOTER.unpack_from(memoryview(tail)[len(tail) - _FOOTER_BYTES :])
+    if magic != _HINTS_MAGIC or stored > MOST_HINTS_BYTES or plain > MOST_HINTS_BYTES:
+        return None
+    return int(stored) + _FOOTER_BYTES
+
+
+def decode_hints(data: Buffer) -> Hints:
+    """The hints in `data`, which is as long as they are.
+
+    Raises:
+        CorruptionError: damaged, malformed or beyond limits. UnsupportedVersionError: of a later version.
+    """
+    if hints_bytes(data) != len(data):
+        raise CorruptionError("the hints of a pack are not as long as they say")
+    view = memoryview(data)
+    if blake3(view[:-CHECK_BYTES]).digest(length=CHECK_BYTES) != bytes(view[-CHECK_BYTES:]):
+        raise CorruptionError("the hints of a pack are damaged: their checksum does not match")
+    _, version, encoding, stored, plain = _FOOTER.unpack_from(view[len(data) - _FOOTER_BYTES :])
+    if version > _HINTS_VERSION:
+        raise UnsupportedVersionError(f"hints of version {version}: this cas_ckpt reads up to {_HINTS_VERSION}")
+    payload = unpack_canonical(codec.decode_extent(encoding, view[:stored], num_bytes=plain))
+    try:
+        depth = payload["depth"]
+        if type(depth) is not int or not 0 <= depth < 1 << 63:
+            raise CorruptionError("the hints of a pack tell no depth")
+        return Hints(
+            depth,
+            tuple(
+                PageCommit(_bytes(node), _name(pack), _others(others))
+                for node, pack, others in _list(payload["commits"], _MOST_COMMITS)
+            ),
+            _others(payload["others"]),
+            tuple(
+                (_bytes(trailer, TRAILER_BYTES), _bytes(directory))
+                for trailer, directory in _list(payload["directories"], _MOST_NAMES)
+            ),
+            tuple(_name(name) for name in _list(payload["packs"], _MOST_NAMES)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"the hints of a pack are of an odd form: {error!r}") from error
+
+
+def _list(value: Any, most: int) -> Sequence[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise CorruptionError("the hints of a pack have no list, or one that is too long")
+    return value
+
+
+def _bytes(value: Any, length: int | None = None) -> bytes:
+    if not isinstance(value, bytes) or (length is not None and len(value) != length):
+        raise CorruptionError("the hints of a pack have other bytes than they should")
+    return value
+
+
+def _name(value: Any) -> bytes:
+    return _bytes(value, NAME_BYTES)
+
+
+def _others(value: Any) -> tuple[tuple[Digest, bytes], ...]:
+    return tuple((Digest(_bytes(digest, DIGEST_BYTES)), _name(pack)) for digest, pack in _list(value, _MOST_NAMES))

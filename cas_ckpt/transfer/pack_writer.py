@@ -180,7 +180,7 @@ class PackWriter:
 
 
 def write_nodes(store: Store, nodes: Sequence[Node], *, hints: bytes = b"") -> WrittenPack:
-    """One durable meta pack with `nodes`, and encoded hints (`objects/hints.py`)."""
+    """One durable meta pack with `nodes`, and encoded hints (`encode_hints`)."""
     num_bytes = len(hints)
     for node in nodes:
         num_bytes += len(node.data)

@@ -18,8 +18,8 @@ from cas_ckpt.core.packs import load_pack, pack_name
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.hints import Hints, PageCommit, decode_hints, encode_hints, hints_bytes
 from cas_ckpt.objects.nodes import Node
+from cas_ckpt.objects.pack import Hints, PageCommit, decode_hints, encode_hints, hints_bytes
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.ops.refs import create_branch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.hints import Hints, PageCommit, decode_hints, encode_hints, hints_bytes
+from cas_ckpt.objects.pack import Hints, PageCommit, decode_hints, encode_hints, hints_bytes
 
 HINTS = Hints(
     33,

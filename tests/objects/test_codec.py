@@ -79,9 +79,8 @@ def test_one_byte_of_difference_anywhere_makes_no_constant(item: bytes, at: int)
     assert decoded(encoded, len(data)) == data
 
 
-def test_a_zero_extent_that_is_known_is_not_looked_at() -> None:
-    assert encode_extent(bytes(8), policy=RAW, item_bytes=0, is_zero=True) == Encoded(Encoding.ZERO, b"")
-    assert encode_extent(b"", policy=RAW, item_bytes=4, is_zero=True) == Encoded(Encoding.RAW, b"")
+def test_an_extent_of_nothing_is_raw() -> None:
+    assert encode_extent(b"", policy=RAW, item_bytes=4) == Encoded(Encoding.RAW, b"")
 
 
 def test_noise_stays_raw_and_is_not_copied() -> None:
