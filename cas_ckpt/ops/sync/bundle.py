@@ -396,4 +396,3 @@ def verify_bundle(handle: RepositoryHandle, path: str | os.PathLike[str], *, pro
         updates = [RefUpdate(RefKind.REMOTE, f"bundle/{ref.name}", ref.target, force=True) for ref in refs]
         send(source, handle, updates, SendOptions("verify", dry_run=True), near=handle)
         return _info(store, source)
-
