@@ -14,7 +14,6 @@ from typing import Any
 from cas_ckpt.core.records import Brief, CommitInfo
 from cas_ckpt.objects.spec import Box, Grid
 from cas_ckpt.objects.state import parse_key, render_key
-from cas_ckpt.ops.diff.numbers import TensorNumbers
 
 
 class Change(StrEnum):
@@ -80,6 +79,48 @@ class ChunkChange:
         """The changed cells as boxes of the tensor, in elements."""
         if self.grid is not None:
             yield from map(self.grid.box, self.cells())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNumbers:
+    """By how much a tensor changed.
+
+    Elements outside the changed chunks are the same on both sides: their difference is 0, so
+    what is said of differences is true of the whole tensor. What needs the elements themselves
+    (`relative_norm`, `cosine`, NaN and infinity) is said of the changed chunks only, which are the
+    whole tensor where `compared_elements` equals `num_elements`. Pairs of which one is NaN or
+    infinite are counted, and left out of everything else.
+
+    Attributes:
+        num_elements: Elements of the tensor.
+        compared_elements: Those in its changed chunks.
+        changed_elements: Those whose bits differ (of another dtype: whose numbers differ).
+        max_delta, mean_delta: Of |after - before|; the mean is over the whole tensor.
+        delta_norm: The L2 norm of after - before.
+        relative_norm: `delta_norm` over the L2 norm of before in the changed chunks.
+        cosine: Of the angle between before and after in the changed chunks.
+        nan_before, nan_after, inf_before, inf_after: Elements in the changed chunks.
+            None of any of these: the dtype holds no numbers, or (the last two) a norm is 0 or
+            beyond float64.
+    """
+
+    num_elements: int
+    compared_elements: int
+    changed_elements: int
+    max_delta: float | None = None
+    mean_delta: float | None = None
+    delta_norm: float | None = None
+    relative_norm: float | None = None
+    cosine: float | None = None
+    nan_before: int | None = None
+    nan_after: int | None = None
+    inf_before: int | None = None
+    inf_after: int | None = None
+
+    @property
+    def changed_share(self) -> float:
+        """Changed elements of all, 0..1."""
+        return self.changed_elements / self.num_elements if self.num_elements else 0.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -4,7 +4,7 @@
     2. ask the index where both trees differ                       (index/tree_diff.py)
     3. of tensors on both sides, find the changed chunks           (ops/diff/walk.py)
     4. pair what was removed with what was added of equal content: it was moved
-    5. if asked: decode values, and stream the changed chunks      (ops/diff/elements.py)
+    5. if asked: decode values, and stream the changed chunks      (ops/diff/numbers.py)
 
 Invariant: work follows what differs; neither commit is ever loaded whole, unless a pattern of
 keys matches no difference: only an entry somewhere shows that it is not a mistake.
@@ -27,9 +27,8 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import KIND_OF_FLAVOR, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.checkout import read_array
-from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
-from cas_ckpt.ops.diff.elements import tensor_numbers
-from cas_ckpt.ops.diff.numbers import TensorNumbers
+from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, TensorNumbers, changed_fields
+from cas_ckpt.ops.diff.numbers import tensor_numbers
 from cas_ckpt.ops.diff.walk import (
     ContainerHead,
     Pair,

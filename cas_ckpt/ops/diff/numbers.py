@@ -1,23 +1,190 @@
-"""What two stretches of numbers differ by: sums that can be added to one another.
+"""Numbers of a change: how many elements of tensors differ, and by how much, streamed cell by cell.
 
-Invariant: everything is added up in float64, block by block, so that no more than a block is
-ever held as wide numbers. Pairs of which one is NaN or infinite count, and enter no other sum.
-Widening to float64 or complex128 is exact, but for integers of 64 bits beyond 2^53 and numpy's long doubles;
-a dtype without a rule here holds no numbers. Knows no torch, which is why bfloat16 and the kinds of
-float8 are widened by their bits.
+    1. tensors in groups, so that their nodes are read together: the ids of all their chunks
+    2. of each, the changed cells (all of them, where the cells of the two sides are not the same)
+       in stretches; some stretches at a time: locate the chunks of both sides
+    3. threads: read and verify a cell of both sides, widen it block by block, add up in float64
+    4. the sums of the stretches, in the order of cells: the answer is the same whatever the threads did
+
+Invariant: memory is bounded by threads times cells and by the ids of one group, whatever the tensors hold, and no more
+than a block is ever held as wide numbers; no byte is counted that was not verified. Pairs of which one is NaN or
+infinite count, and enter no other sum. Widening to float64 or complex128 is exact, but for integers of 64 bits beyond
+2^53 and numpy's long doubles; a dtype without a rule here holds no numbers. Knows no torch, which is why bfloat16 and
+the kinds of float8 are widened by their bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from cas_ckpt.objects.spec import NUMPY_PREFIX
+from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import CkptError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.pack import Location
+from cas_ckpt.objects.spec import NUMPY_PREFIX, Box, Grid
+from cas_ckpt.objects.state import StoredTensor, render_key
+from cas_ckpt.ops.checkout.checkout import inline_array
+from cas_ckpt.ops.diff.answer import ChunkChange, TensorNumbers
+from cas_ckpt.ops.diff.walk import TensorPair, together_or_named
+from cas_ckpt.parallel.workers import run_all, thread_count
+from cas_ckpt.progress import SILENT, Progress, phase
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.chunk_reader import named
+from cas_ckpt.transfer.fetch import read_region
+
+CHUNKS_AT_A_TIME = 16 * 1024
+"""Tensors whose ids are in memory together have about so many chunks, unless one alone has more."""
+
+CELLS_PER_STRETCH = 16
+MOST_REQUESTS = 8
+"""So many cells of both sides are read over a network and compared at one time: each takes some 20 MB."""
+
+STRETCHES_AT_A_TIME = 64
+"""Bounds the places in packs that are held in memory, and the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side of a tensor: where each of its cells is."""
+
+    tensor: StoredTensor
+    grid: Grid
+    chunks: Sequence[Digest]
+
+    def needed(self, box: Box) -> list[Digest]:
+        """The chunks that `box` touches."""
+        return [self.chunks[cell] for cell, _ in self.grid.cells_in(box)] if self.chunks else []
+
+    def read(self, store: Store, box: Box, located: Mapping[bytes, Sequence[Location]]) -> Raw:
+        """The bytes of the elements of `box`, verified."""
+        item_bytes = self.tensor.spec.item_bytes
+        if self.tensor.inline is not None:
+            found = np.ascontiguousarray(inline_array(self.tensor)[box.slices])
+        else:
+            found = read_region(
+                store, box, grid=self.grid, item_bytes=item_bytes, chunk_of=self.chunks.__getitem__, located=located
+            )
+        return found.reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Some cells of one tensor that are compared in one go.
+
+    Attributes:
+        number: Which of the tensors it is.
+        cells: Numbers of cells in the grid of `after`.
+    """
+
+    number: int
+    key: str
+    before: _Side
+    after: _Side
+    cells: tuple[int, ...]
+
+    @property
+    def boxes(self) -> Iterator[Box]:
+        return map(self.after.grid.box, self.cells)
+
+    def needed(self) -> set[Digest]:
+        """The chunks of both sides."""
+        return {digest for box in self.boxes for side in (self.before, self.after) for digest in side.needed(box)}
+
+
+def tensor_numbers(
+    handle: RepositoryHandle, tensors: Sequence[tuple[TensorPair, ChunkChange]], *, progress: Progress = SILENT
+) -> list[TensorNumbers]:
+    """The numbers of each of these tensors; the two sides of each have equal shapes.
+
+    Raises:
+        CorruptionError, NotFoundError: a chunk is damaged or gone; names the tensor.
+    """
+    sums = [NumberSums() for _ in tensors]
+    stretches = _stretches(handle, tensors)
+    num_bytes = sum(
+        2 * change.num_bytes
+        if _compares_changed_cells(pair, change)
+        else pair.before.spec.num_bytes + pair.after.spec.num_bytes
+        for pair, change in tensors
+    )
+    with phase(progress, "comparing", num_bytes):
+        while batch := list(islice(stretches, STRETCHES_AT_A_TIME)):
+            found: dict[int, NumberSums] = {}
+            located = together_or_named(
+                lambda needed: handle.locate(set().union(*needed)),
+                [stretch.needed() for stretch in batch],
+                [stretch.key for stretch in batch],
+            )
+            measurer = partial(_measurer, handle.store, located, found, progress)
+            at_once = max(thread_count(), min(handle.num_requests, MOST_REQUESTS))
+            run_all(enumerate(batch), measurer, num_threads=min(at_once, len(batch)))
+            for at, stretch in enumerate(batch):
+                sums[stretch.number].add(found[at])
+    specs = [(pair.before.spec, pair.after.spec) for pair, _ in tensors]
+    return [
+        total.numbers(new.num_elements, are_numbers=are_numbers(old.dtype, new.dtype))
+        for (old, new), total in zip(specs, sums, strict=True)
+    ]
+
+
+def _compares_changed_cells(pair: TensorPair, change: ChunkChange) -> bool:
+    """Whether the cells of both sides are the same, so that unchanged ones need not be read."""
+    return pair.before.spec == pair.after.spec and change.num_chunks > 0
+
+
+def _stretches(handle: RepositoryHandle, tensors: Sequence[tuple[TensorPair, ChunkChange]]) -> Iterator[_Stretch]:
+    numbered = list(enumerate(tensors))
+    while numbered:
+        size = _group_size([change for _, (_, change) in numbered])
+        group, numbered = numbered[:size], numbered[size:]
+        entries = [entry for _, (pair, _) in group for entry in (pair.before, pair.after)]
+        nodes = tensor_nodes(handle, entries)
+        ids = chunk_ids(handle, [(node, None) for node in nodes])
+        cuts = [_Side(entry, node.grid, each) for entry, node, each in zip(entries, nodes, ids, strict=True)]
+        for (number, (pair, change)), before, after in zip(group, cuts[::2], cuts[1::2], strict=True):
+            aligned = _compares_changed_cells(pair, change) and before.grid == after.grid
+            cells = change.cells() if aligned else iter(range(after.grid.num_cells))
+            while part := tuple(islice(cells, CELLS_PER_STRETCH)):
+                yield _Stretch(number, render_key(pair.path), before, after, part)
+
+
+def _group_size(changes: Sequence[ChunkChange]) -> int:
+    """How many tensors make up `CHUNKS_AT_A_TIME`, one at least."""
+    num_chunks = 0
+    for at, change in enumerate(changes):
+        num_chunks += change.num_chunks
+        if num_chunks > CHUNKS_AT_A_TIME:
+            return max(at, 1)
+    return len(changes)
+
+
+def _measurer(
+    store: Store, located: Mapping[bytes, Sequence[Location]], found: dict[int, NumberSums], progress: Progress
+) -> Callable[[tuple[int, _Stretch]], None]:
+    def run(item: tuple[int, _Stretch]) -> None:
+        at, stretch = item
+        sums = NumberSums()
+        sides = stretch.before, stretch.after
+        specs = [side.tensor.spec for side in sides]
+        for box in stretch.boxes:
+            try:
+                old, new = (side.read(store, box, located) for side in sides)
+            except CkptError as error:
+                raise named(error, stretch.key) from error
+            sums.add(measure(old, new, (specs[0].dtype, specs[1].dtype), (specs[0].item_bytes, specs[1].item_bytes)))
+            progress.advance(len(old) + len(new))
+        found[at] = sums
+
+    return run
+
 
 Raw: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """Elements as their bytes, one after the other."""
@@ -37,6 +204,9 @@ _PLAIN = {
 
 _LONG_INTEGERS = {"int64": "<i8", "uint64": "<u8", "np:<i8": "<i8", "np:<u8": "<u8"}
 """Those that float64 cannot hold exactly, as numpy calls them."""
+
+
+# --- elements as numbers, and their sums ------------------------------------------------------------
 
 
 def widening(dtype: str) -> Widen | None:
@@ -92,48 +262,6 @@ def _float8_table(dtype: str) -> Numbers:
 
 BLOCK_ELEMENTS = 64 * 1024
 """Elements that are widened at a time: they stay in the second-level cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNumbers:
-    """By how much a tensor changed.
-
-    Elements outside the changed chunks are the same on both sides: their difference is 0, so
-    what is said of differences is true of the whole tensor. What needs the elements themselves
-    (`relative_norm`, `cosine`, NaN and infinity) is said of the changed chunks only, which are the
-    whole tensor where `compared_elements` equals `num_elements`. Pairs of which one is NaN or
-    infinite are counted, and left out of everything else.
-
-    Attributes:
-        num_elements: Elements of the tensor.
-        compared_elements: Those in its changed chunks.
-        changed_elements: Those whose bits differ (of another dtype: whose numbers differ).
-        max_delta, mean_delta: Of |after - before|; the mean is over the whole tensor.
-        delta_norm: The L2 norm of after - before.
-        relative_norm: `delta_norm` over the L2 norm of before in the changed chunks.
-        cosine: Of the angle between before and after in the changed chunks.
-        nan_before, nan_after, inf_before, inf_after: Elements in the changed chunks.
-            None of any of these: the dtype holds no numbers, or (the last two) a norm is 0 or
-            beyond float64.
-    """
-
-    num_elements: int
-    compared_elements: int
-    changed_elements: int
-    max_delta: float | None = None
-    mean_delta: float | None = None
-    delta_norm: float | None = None
-    relative_norm: float | None = None
-    cosine: float | None = None
-    nan_before: int | None = None
-    nan_after: int | None = None
-    inf_before: int | None = None
-    inf_after: int | None = None
-
-    @property
-    def changed_share(self) -> float:
-        """Changed elements of all, 0..1."""
-        return self.changed_elements / self.num_elements if self.num_elements else 0.0
 
 
 @dataclass(slots=True)

@@ -19,11 +19,10 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
 from cas_ckpt.objects.state import TensorItem
-from cas_ckpt.ops.diff import numbers as diff_sums
-from cas_ckpt.ops.diff import walk as diff_numbers
-from cas_ckpt.ops.diff.answer import Diff
+from cas_ckpt.ops.diff import numbers as diff_numbers
+from cas_ckpt.ops.diff.answer import Diff, TensorNumbers
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
-from cas_ckpt.ops.diff.numbers import TensorNumbers, measure, widening
+from cas_ckpt.ops.diff.numbers import measure, widening
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory, commit, new_repository, numbers, tensor
 from tests.wrapped_stores import CountingStore
@@ -119,7 +118,7 @@ def arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 def test_sums_over_blocks_are_what_numpy_says_of_the_whole(pair: tuple[np.ndarray[Any, Any], ...]) -> None:
     before, after = pair
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diff_sums, "BLOCK_ELEMENTS", 64)
+        patch.setattr(diff_numbers, "BLOCK_ELEMENTS", 64)
         name, width = before.dtype.name, before.dtype.itemsize
         sums = measure(raw(before), raw(after), (name, name), (width, width))
     found = sums.numbers(len(before), are_numbers=True)
