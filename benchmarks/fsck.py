@@ -34,7 +34,7 @@ from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.parallel.workers import default_threads
 

@@ -37,8 +37,7 @@ from cas_ckpt.ops.diff.diff import diff_commits
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
-from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.ops.history.usage import repository_stats, usage_rows
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.ops.retention.forget import forget_by_policy

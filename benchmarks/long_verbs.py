@@ -38,8 +38,7 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.find import find_commits, find_entries, find_request
 from cas_ckpt.ops.history.lineage import holders_of, is_ancestor, lineage_of, merge_bases, nearest_to_commit
-from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.ops.history.usage import repository_stats
 from cas_ckpt.ops.refs import create_branch, reflog
 from cas_ckpt.ops.retention.forget import forget_by_policy

@@ -47,7 +47,7 @@ from cas_ckpt.objects.nodes import (
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Flavor
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.repair import rebuild_index
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, write_nodes
 

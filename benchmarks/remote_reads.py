@@ -40,7 +40,7 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Abilities, Store
 from cas_ckpt.transfer import arrivals

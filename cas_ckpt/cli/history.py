@@ -19,9 +19,9 @@ from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
-    from cas_ckpt.ops.gc.freed import Freed
     from cas_ckpt.ops.history.lineage import LineageStep
     from cas_ckpt.ops.history.sql import SqlResult
+    from cas_ckpt.ops.retention.forget import Freed
 
 
 NO = 1

@@ -21,10 +21,9 @@ from cas_ckpt.progress import human_bytes
 if TYPE_CHECKING:
     from cas_ckpt.ops.checkout.checkout import Region
     from cas_ckpt.ops.history.find import FoundEntry
-    from cas_ckpt.ops.history.month import MonthlyCost
+    from cas_ckpt.ops.history.log import ShownCommit
     from cas_ckpt.ops.history.shards import ShardRow
-    from cas_ckpt.ops.history.show import ShownCommit
-    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus
+    from cas_ckpt.ops.history.usage import CommitUsage, MonthlyCost, RepositoryStats, RepositoryStatus
     from cas_ckpt.repository.given import UsageBy
 
 

@@ -147,7 +147,7 @@ def rebuild(settings: Settings) -> int:
     Nothing else is touched and nothing is lost: the index holds nothing that the packs do not
     hold. Packs that are damaged are named; then the exit code is 3.
     """
-    from cas_ckpt.ops.fsck.rebuild import rebuild_index
+    from cas_ckpt.ops.fsck.repair import rebuild_index
 
     report = rebuild_index(settings.place(), index_url=settings.index, progress=settings.show_progress())
     stats = report.stats
@@ -282,7 +282,7 @@ def fsck(
     if sources or refs or dry_run:
         raise click.UsageError("--from, --ref and --dry-run go with --repair")
     from cas_ckpt.ops.fsck.check import check_url
-    from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
+    from cas_ckpt.ops.fsck.packs import DataOptions, parse_subset
 
     part = None if subset is None else parse_subset(subset)
     wanted = read_data or subset is not None or shard is not None

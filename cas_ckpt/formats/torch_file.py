@@ -36,7 +36,7 @@ from cas_ckpt.formats.pickles import Storage, Stream, most_bytes, read_torch_pic
 from cas_ckpt.formats.safetensors_export import ExportInfo
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
-from cas_ckpt.ops.history.show import list_entries
+from cas_ckpt.ops.history.find import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import translated
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read, stored_members

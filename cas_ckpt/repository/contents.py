@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cas_ckpt.index.rows import ListedEntry
     from cas_ckpt.ops.diff.answer import Diff
     from cas_ckpt.ops.history.find import FoundEntry
+    from cas_ckpt.ops.history.log import ShownCommit
     from cas_ckpt.ops.history.shards import ShardRow
-    from cas_ckpt.ops.history.show import ShownCommit
 
 
 @reads_arguments
@@ -26,19 +26,19 @@ class ContentVerbs(Opened):
 
     def show(self, ref: Revision = "HEAD") -> ShownCommit:
         """The commit, what names it, and a summary of its state."""
-        from cas_ckpt.ops.history.show import show_commit
+        from cas_ckpt.ops.history.log import show_commit
 
         return show_commit(self._handle, ref)
 
     def ls(self, ref: Revision = "HEAD", keys: Keys = None) -> list[ListedEntry]:
         """The entries of the commit: key, kind, dtype, shape, bytes."""
-        from cas_ckpt.ops.history.show import list_commit
+        from cas_ckpt.ops.history.find import list_commit
 
         return list_commit(self._handle, ref, keys=keys)
 
     def entry(self, ref: Revision, key: str) -> ListedEntry:
         """The entry of one key; a container has the bytes of all tensors below it."""
-        from cas_ckpt.ops.history.show import list_one
+        from cas_ckpt.ops.history.find import list_one
 
         return list_one(self._handle, ref, key)
 

@@ -13,7 +13,7 @@ from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
     from cas_ckpt.core.revisions import Revision
-    from cas_ckpt.ops.fsck.rebuild import RebuildReport
+    from cas_ckpt.ops.fsck.repair import RebuildReport
     from cas_ckpt.ops.fsck.report import FsckReport, RepairReport
     from cas_ckpt.ops.gc.plan import GcReport
     from cas_ckpt.ops.retention.forget import ForgetReport
@@ -181,7 +181,7 @@ class UpkeepVerbs(Opened):
         """
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.fsck.check import check_open
-        from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
+        from cas_ckpt.ops.fsck.packs import DataOptions, parse_subset
 
         wanted = read_data or subset is not None or shard is not None
         part = None if subset is None else parse_subset(subset)
@@ -220,6 +220,6 @@ class UpkeepVerbs(Opened):
 
         For an index that is so damaged that `open` refuses it: `cas-ckpt index rebuild`.
         """
-        from cas_ckpt.ops.fsck.rebuild import refill_index
+        from cas_ckpt.ops.fsck.repair import refill_index
 
         return refill_index(self._handle, progress=shown(progress))

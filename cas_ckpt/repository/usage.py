@@ -10,9 +10,8 @@ from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
     from cas_ckpt.core.revisions import Revision
-    from cas_ckpt.ops.gc.freed import Freed
-    from cas_ckpt.ops.history.month import MonthlyCost
-    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
+    from cas_ckpt.ops.history.usage import CommitUsage, MonthlyCost, RepositoryStats, RepositoryStatus, UsageRow
+    from cas_ckpt.ops.retention.forget import Freed
 
 
 @reads_arguments
@@ -51,7 +50,7 @@ class UsageVerbs(Opened):
         Raises:
             NotFoundError: there is no commit yet. InvalidInputError: a number of another kind.
         """
-        from cas_ckpt.ops.history.month import MonthRates, plan_month, run_facts
+        from cas_ckpt.ops.history.usage import MonthRates, plan_month, run_facts
 
         rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days)
         return plan_month(run_facts(self._handle), rates)
@@ -84,7 +83,7 @@ class UsageVerbs(Opened):
         Args:
             with_remotes: They count: what goes if the ref is deleted and its log has expired.
         """
-        from cas_ckpt.ops.gc.freed import unique_to
+        from cas_ckpt.ops.retention.forget import unique_to
 
         return unique_to(self._handle, name, with_remotes=with_remotes)
 
@@ -93,6 +92,6 @@ class UsageVerbs(Opened):
 
         Those that a branch, tag or pin names would stay: they are listed in `kept`.
         """
-        from cas_ckpt.ops.gc.freed import freed_by
+        from cas_ckpt.ops.retention.forget import freed_by
 
         return freed_by(self._handle, refs)

@@ -17,8 +17,7 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
-from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.ops.refs import create_tag, delete_branch, undelete_ref
 from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository, numbers

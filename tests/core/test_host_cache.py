@@ -25,7 +25,7 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.fsck.rebuild import rebuild_at, refill_index
+from cas_ckpt.ops.fsck.repair import rebuild_at, refill_index
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import ListedVersion

@@ -22,7 +22,7 @@ from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.repair import rebuild_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch

@@ -18,8 +18,7 @@ from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck import check as fsck
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
-from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+from cas_ckpt.ops.fsck.repair import parse_kinds, rebuild_index, repair_url
 from cas_ckpt.ops.fsck.report import Effect, FsckReport, RepairReport, RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions

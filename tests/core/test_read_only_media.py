@@ -13,8 +13,8 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import PermissionDeniedError
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.data import DataOptions
-from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
+from cas_ckpt.ops.fsck.packs import DataOptions
+from cas_ckpt.ops.fsck.repair import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.log import log_commits

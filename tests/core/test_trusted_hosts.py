@@ -18,7 +18,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.settings import Remote, trusted_hosts
 from cas_ckpt.core.shared_index import set_shared_index
 from cas_ckpt.ops.fsck.check import check_url
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.repair import rebuild_index
 from cas_ckpt.storage.url import open_store
 from tests.builders import commit, numbers
 from tests.cli.running import call

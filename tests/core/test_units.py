@@ -8,7 +8,7 @@ import pytest
 
 from cas_ckpt.core.units import Duration, parse_duration, parse_moment, parse_period, parse_share, parse_size
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.ops.fsck.data import Subset, parse_subset
+from cas_ckpt.ops.fsck.packs import Subset, parse_subset
 from tests.cli.running import call, ok
 
 DAY_S = 86400

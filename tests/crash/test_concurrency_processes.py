@@ -10,7 +10,7 @@ import torch
 
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.repair import rebuild_index
 from tests.processes import PIPE, Forked
 
 NAMES = [f"branch-{number}" for number in range(6)]

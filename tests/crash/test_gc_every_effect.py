@@ -11,7 +11,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.index.index import Index
-from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
+from cas_ckpt.ops.fsck.repair import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.refs import rename_ref
 from cas_ckpt.ops.retention.forget import forget_revisions

@@ -15,7 +15,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from tests.builders import commit, new_repository
 from tests.crash.citizen import EAGER, commit_stalled, is_whole, live, state_of

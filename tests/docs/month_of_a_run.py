@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cas_ckpt.cli.show import month_lines
 from cas_ckpt.core.config import REMOTE_PACK_BYTES
-from cas_ckpt.ops.history.month import MonthRates, RunFacts, plan_month
+from cas_ckpt.ops.history.usage import MonthRates, RunFacts, plan_month
 
 FACTS = RunFacts(
     num_commits=3, new_bytes=963e6, state_bytes=960e6, stored_bytes=2_889_000_000, num_packs=27,

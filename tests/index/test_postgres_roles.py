@@ -20,7 +20,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import roles_sql, schema_of
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.repair import rebuild_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.log import log_commits

@@ -29,8 +29,8 @@ from cas_ckpt.objects.pack import PACK_PREFIX, PackKind
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh
 from cas_ckpt.objects.state import Container
 from cas_ckpt.objects.values import encode_value
+from cas_ckpt.ops.history.find import list_commit
 from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import list_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag
 from cas_ckpt.signing import sign

@@ -29,7 +29,7 @@ from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.ops.history.log import log_commits

@@ -232,7 +232,7 @@ def test_damage_anywhere_is_typed_or_harmless_and_never_reaches_a_target(place: 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_a_damaged_index_is_said_or_harmless_and_can_be_made_anew(place: Path, tmp_path: Path, how: str) -> None:
-    from cas_ckpt.ops.fsck.rebuild import rebuild_index
+    from cas_ckpt.ops.fsck.repair import rebuild_index
 
     path = copy_of(place, tmp_path / "repo")
     Repository.open(path).load()

@@ -23,7 +23,7 @@ from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import CommitRow, PackRecord, RefRow
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
-from cas_ckpt.ops.fsck.rebuild import refill_index
+from cas_ckpt.ops.fsck.repair import refill_index
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 The story of a check (`check.py`; its answer is in `report.py`):
     1. `records.py`: config, gc/state, refs and the other small records
-    2. `structure.py`: every pack and every node, and whether the index agrees with them
-    3. `data.py`: if that is asked for, every byte of the packs, or of some of them; one job of many does
-       this alone, for its share
-    4. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and
+    2. `packs.py`: every pack and every node, and whether the index agrees with them; if that is asked for, every byte
+       of the packs, or of some of them; one job of many does this alone, for its share
+    3. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and
        the command that repairs it
 
 The story of a repair (`repair.py`):
@@ -13,7 +12,7 @@ The story of a repair (`repair.py`):
     2. `repair_packs.py`: lost objects are brought from other repositories, damaged packs taken out of use,
        after their intact objects were copied into new ones
     3. `repair_refs.py`: refs that are damaged or lost are made again
-    4. `rebuild.py`: the index is made anew from the packs
+    4. the index is made anew from the packs, in `repair.py` again
 
 Invariant: a check changes nothing but the scrub log and an index that is behind; a repair removes nothing intact.
 Both work on a repository that cannot be opened.

@@ -1,9 +1,9 @@
 """fsck: is all that commits need there, and intact?
 
     1. records: config, refs, gc state, forgotten commits, sessions      (ops/fsck/records.py)
-    2. packs and nodes, and whether the index agrees                     (ops/fsck/structure.py)
-    3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py); of a job's share of them
-       this comes first, and mostly alone
+    2. packs and nodes, and whether the index agrees                     (ops/fsck/packs.py)
+    3. if asked for: every byte of the packs, or of some of them; of a job's share of them this comes first, and mostly
+       alone
     4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
        of what remotes promised, and if asked for whether they have it
     5. commits that nothing leads to, and what is left of writers that died
@@ -34,11 +34,10 @@ from cas_ckpt.index.replacing import may_replace
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.fsck.data import DataOptions, check_share, read_data
+from cas_ckpt.ops.fsck.packs import DataOptions, Structure, catch_up, check_share, checked_structure, read_data
 from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
-from cas_ckpt.ops.fsck.structure import Structure, catch_up, checked_structure
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import RESERVED_PART, Store, exists, sweep_temporaries

@@ -28,9 +28,9 @@ from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import ContainerEntry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
+from cas_ckpt.ops.fsck.packs import Structure, catch_up
 from cas_ckpt.ops.fsck.records import Records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, Hit, ProblemKind, RepairKind
-from cas_ckpt.ops.fsck.structure import Structure, catch_up
 from cas_ckpt.storage.store import Store
 
 ALL_BELOW = "**"

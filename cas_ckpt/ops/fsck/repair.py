@@ -3,7 +3,9 @@
     1. config, gc state, records: without these nothing can be opened
     2. packs, chunks                                                  (ops/fsck/repair_packs.py)
     3. refs, whose targets must be whole by now                       (ops/fsck/repair_refs.py)
-    4. index                                                          (ops/fsck/rebuild.py)
+    4. index: a new one is made beside the old one from the directories of all packs and the nodes of meta packs; it
+       catches up with what came or went meanwhile, and takes the place of the old one, in one step. What the old one
+       remembers and packs do not say (refs, scrubs, plans) is kept
 
 **config** is put back as it is in another copy of *this* repository: the other one has the same store
 id as our index says, or a pack of the same random name. Another repository's config would make this one
@@ -20,7 +22,7 @@ when it is asked for by name, because it cannot be known whether a collection wa
 
 Invariant: everything is additive until it is verified, nothing intact is ever removed, damaged bytes are replaced
 only if they still are what was read. Whatever dies on the way leaves a repository no worse than it was, which can be
-repaired again. Works on one that cannot be opened.
+repaired again. At any moment others see the old index or the new one. Works on one that cannot be opened.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from cas_ckpt.core.config import CONFIG_KEY, read_config
@@ -36,8 +39,9 @@ from cas_ckpt.core.forgotten import decode_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.live import ASIDE_PREFIX
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
-from cas_ckpt.core.refill import add_all_packs
+from cas_ckpt.core.refill import add_all_packs, catching_up, refill
 from cas_ckpt.core.refs import Generation
+from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,
@@ -45,12 +49,15 @@ from cas_ckpt.errors import (
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
+    UnsupportedVersionError,
 )
+from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.replacing import CatchUp, index_beside, replace_file, replace_rows
+from cas_ckpt.index.rows import IndexStats
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index
-from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.fsck.records import (
     ROOT_RECORDS,
     check_lost_refs,
@@ -330,3 +337,87 @@ def _replace_damaged(store: Store, key: str, damaged: bytes | None, record: byte
         store.put_if_absent(key, record)
     else:
         store.compare_and_swap(key, damaged, record)
+
+
+# --- index: a new one from the packs ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildReport:
+    """Result of a rebuild.
+
+    Attributes:
+        stats: The new index in numbers.
+        damaged: (pack, what is wrong) of packs that could not be read; objects that only
+            these hold are missing.
+    """
+
+    stats: IndexStats
+    damaged: tuple[tuple[str, str], ...]
+
+
+def rebuild_index(
+    url: str | os.PathLike[str], *, index_url: str | None = None, progress: Progress = SILENT
+) -> RebuildReport:
+    """Make the index of the repository at `url` anew, whatever state it is in. Works without an open handle.
+
+    Raises:
+        NoRepositoryError, UnsupportedVersionError: nothing was touched.
+        PermissionDeniedError, StorageError: the medium refused.
+        ConflictError: the index is damaged and another process has it open, or what is there is not an index of ours.
+    """
+    store = open_store(url)
+    store_id = read_config(store).store_id
+    place = index_url or usual_index_place(store, store_id)
+    report = rebuild_at(store, store_id, place, progress=progress)
+    if "://" in place:
+        with Index.open(place, store_id=store_id) as index:
+            note_folder(index, store, take=True)
+    return report
+
+
+def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = SILENT) -> RebuildReport:
+    """The same for an open store, and the index at `place`."""
+    with index_beside(place, store_id=store_id) as made:
+        damaged = add_all_packs(store, made, progress=progress)
+        catch_up = catching_up(store, damaged)
+        try:
+            return RebuildReport(_replace(place, made, catch_up), tuple(damaged))
+        except (CorruptionError, UnsupportedVersionError) as error:
+            unusable = error
+        if "://" not in place and place != IN_MEMORY:
+            own = place == usual_index_place(store, store_id, read_only=True)
+            replace_file(Path(place), made, catch_up, only_sqlite=not own)
+        elif isinstance(unusable, CorruptionError):
+            Index.discard(place, store_id=store_id)  # of a shared database: our own tables alone
+            _replace(place, made, catch_up)
+        else:
+            raise unusable
+    with Index.open(place, store_id=store_id) as index:
+        return RebuildReport(index.read(usage.read_stats), tuple(damaged))
+
+
+def _replace(place: str, made: Index, catch_up: CatchUp) -> IndexStats:
+    with Index.open(place, store_id=made.store_id) as index:
+        if not index.matches:
+            raise CorruptionError(f"index {index.place}: it is the index of another repository")
+        replace_rows(index, made, catch_up)
+        return index.read(usage.read_stats)
+
+
+def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> RebuildReport:
+    """The same for the index of an open repository, which this and other processes may go on using meanwhile.
+
+    Raises:
+        PermissionDeniedError: the repository was opened read-only, or its index cannot be written.
+        CorruptionError: it is damaged: close the repository, then `rebuild_index` replaces the file.
+    """
+    handle.require_writable()
+    if handle.index.in_memory and handle.index_place not in (None, IN_MEMORY):  # it is a stand-in in memory
+        report = rebuild_at(handle.store, handle.config.store_id, str(handle.index_place), progress=progress)
+        handle.index = Index.open(str(handle.index_place), store_id=handle.config.store_id)
+        handle.forget_chunks()
+        return report
+    damaged = refill(handle.store, handle.index, progress=progress)
+    handle.forget_chunks()
+    return RebuildReport(handle.index.read(usage.read_stats), tuple(damaged))

@@ -5,7 +5,7 @@
     3. condemn them in gc/state, fence every ref, rescue what the fenced heads need, delete the rest
 
 `gc.py` is the protocol, step by step (docs/gc.md has its proof); `plan.py` the options, which packs to take, and the
-report; `repack.py` the copies; `freed.py` answers what would go if commits were forgotten or a ref were deleted.
+report; `repack.py` the copies.
 
 Must not know: why commits are forgotten (ops/retention), or how the command line shows a report.
 """

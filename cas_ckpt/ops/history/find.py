@@ -1,11 +1,12 @@
-"""find: which entries there are in history, by key, dtype, shape, size or content, and which commits hold them.
+"""ls and find: the entries of a commit; and those of all of history, by key, dtype, shape, size or content.
 
     1. the commits: all that a branch, tag or pin leads to, or some, in the order of the log; those that were forgotten
        are left out
     2. the index walks their states at once (index/finding.py); no node is read
     3. what is the same in several commits is one row, with the first and the last of them
 
-Invariant: an entry is found if, and only if, `ls` of its commit shows it so.
+Invariant: lists come from the index and read no node (index/entries.py); an entry is found if, and only if, `ls` of its
+commit shows it so.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows, log_rows_in_pieces
 from cas_ckpt.core.refs import MIN_PREFIX
 from cas_ckpt.core.revisions import Revision, resolve, revision_texts
-from cas_ckpt.core.tree import ask, known_commit, naming_forgotten
+from cas_ckpt.core.tree import ask, known_commit, known_root, naming_forgotten
 from cas_ckpt.core.units import commit_filter
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, entries, finding, history
-from cas_ckpt.index.rows import CommitFilter, CommitRow
+from cas_ckpt.index.rows import CommitFilter, CommitRow, ListedEntry
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -35,6 +36,39 @@ from cas_ckpt.objects.state import parse_key
 from cas_ckpt.ops.history.log import start_of_log
 
 T = TypeVar("T")
+
+
+def list_commit(
+    handle: RepositoryHandle, revision: Revision, *, keys: str | Sequence[str] | None = None
+) -> list[ListedEntry]:
+    """The entries of the commit `revision`; arguments and errors as for `list_entries`."""
+    return list_entries(handle, known_root(handle, resolve(handle, revision)), keys=keys)
+
+
+def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEntry:
+    """The entry `key` of the commit `revision`.
+
+    Raises:
+        NotFoundError: no such commit or key.
+    """
+    return ask(handle, entries.entry, known_root(handle, resolve(handle, revision)), key=key)
+
+
+def list_entries(
+    handle: RepositoryHandle, root: Digest, *, keys: str | Sequence[str] | None = None
+) -> list[ListedEntry]:
+    """The entries of the state `root`, those that match `keys`, in the order of the tree.
+
+    Raises:
+        NotFoundError: a pattern matches nothing. CorruptionError: the state, or the index, is damaged.
+    """
+    patterns = KeyPatterns(keys)
+    found = ask(handle, entries.manifest, root, keys=patterns)
+    patterns.require_used()
+    return found
+
+
+# --- of all of history ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

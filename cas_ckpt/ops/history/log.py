@@ -1,30 +1,46 @@
-"""log: the commits that some refs lead to, children first; those that changed an entry; and metrics, ranked.
+"""log and show: the commits that some refs lead to, children first, and one of them; metrics, ranked.
 
 Invariant: heads come from the store, which alone knows them; the history behind them comes from the index, which is
-brought up to date when it does not know a head or a parent. Ranked is what some ref leads to and still has its
-data; equal values by age.
+brought up to date when it does not know a head or a parent. Of `show`, the commit itself and who held its state are
+read, and verified. Ranked is what some ref leads to and still has its data; equal values by age.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Any
 
 from cas_ckpt.arguments import did_you_mean, some_of
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, infos_of_log, log_rows, log_rows_in_pieces
-from cas_ckpt.core.refs import RefKind, check_new_name
+from cas_ckpt.core.records import (
+    Brief,
+    CommitInfo,
+    commit_of,
+    commit_row,
+    info_from_row,
+    infos_of_log,
+    layout_of,
+    log_rows,
+    log_rows_in_pieces,
+)
+from cas_ckpt.core.refs import Ref, RefKind, check_new_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
 from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError, shown_value
-from cas_ckpt.index import history, key_changes
+from cas_ckpt.index import entries, history, key_changes
 from cas_ckpt.index.rows import CommitFilter, CommitRow
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.layouts import LayoutObject
+from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.spec import mesh_text
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.signing import SignatureInfo, Verdict, described
 
 
 def log_commits(
@@ -239,3 +255,104 @@ def _changed_in(
         half = len(rows) // 2
         parts = rows[:half], rows[half:]
         return [row for part in parts for row in _changed_in(handle, part, keys, forgotten)]
+
+
+# --- one commit -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One top-level name of a state and what is below it.
+
+    Attributes:
+        num_bytes: Plain bytes; tensors that are tied count each time they are named.
+    """
+
+    name: str
+    num_entries: int
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownCommit(Brief):
+    """A commit and a summary of its state.
+
+    Attributes:
+        branches, tags, pins: Names of the refs that name this very commit.
+        notes: Whole name of a ref (refs/tags/v1) -> message of the annotated tag, or reason of the pin.
+        parts: The top-level names of the state.
+        aliases: Groups of keys that are one tensor.
+        world_size: Ranks that held the state when it was committed.
+        mesh: The mesh that most divided tensors were over, as dp=4,tp=2; "" if there was none.
+        provenance: Where and by what it was made, if that was kept.
+        signatures: Whose keys the commit ("commit") and the tags that name it (refs/tags/v1) claim to be signed by,
+            not verified: see `Repository.verify`.
+        has_data: False for a forgotten commit whose data is gone: nothing is known of its state then.
+    """
+
+    commit: CommitInfo
+    branches: tuple[str, ...]
+    tags: tuple[str, ...]
+    parts: tuple[Part, ...]
+    aliases: tuple[tuple[str, ...], ...]
+    world_size: int
+    pins: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    provenance: Any = None
+    has_data: bool = True
+    mesh: str = ""
+    remote_branches: tuple[str, ...] = ()
+    signatures: Mapping[str, SignatureInfo] = field(default_factory=dict)
+
+
+def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
+    """The commit that `revision` names, read from its own verified objects.
+
+    Raises:
+        NotFoundError: no such commit. CorruptionError: an object of it is damaged.
+    """
+    digest = resolve(handle, revision)
+    data = handle.read_node(ObjectKind.COMMIT, digest)
+    row, made = commit_row(digest, data), decode_commit(data)
+    provenance = made.provenance
+    forgotten = digest in forgotten_view(handle)
+    layout, parts = _state(handle, row, forgotten=forgotten)
+    refs = [ref for ref in handle.refs.list() if ref.target == digest]
+    names = {kind: tuple(ref.name for ref in refs if ref.kind is kind) for kind in RefKind}
+    restored = handle.index.read(history.proven, [row.root])
+    return ShownCommit(
+        info_from_row(row, forgotten=forgotten, restored_us=restored.get(row.root)),
+        names[RefKind.BRANCH],
+        names[RefKind.TAG],
+        parts,
+        layout.aliases if layout else (),
+        layout.world_size if layout else 0,
+        names[RefKind.PIN],
+        {f"{ref.kind.value}{ref.name}": ref.note for ref in refs if ref.note},
+        None if provenance is None else decode_value(provenance, key="provenance"),
+        layout is not None,
+        mesh_text(layout.mesh) if layout else "",
+        names[RefKind.REMOTE],
+        _signatures(made.signature, refs),
+    )
+
+
+def _signatures(signature: bytes | None, refs: Iterable[Ref]) -> dict[str, SignatureInfo]:
+    found = {"commit": described(signature)}
+    found |= {f"{ref.kind.value}{ref.name}": described(ref.signature.blob) for ref in refs if ref.signature is not None}
+    return {name: info for name, info in found.items() if info.verdict is not Verdict.UNSIGNED}
+
+
+def _state(
+    handle: RepositoryHandle, row: CommitRow, *, forgotten: bool
+) -> tuple[LayoutObject | None, tuple[Part, ...]]:
+    """Layout and parts of a commit; of a forgotten one whose data is gone, nothing."""
+    try:
+        layout = layout_of(handle, row)
+        sums = ask(handle, entries.summary, Digest(row.root))
+        return layout, tuple(Part(name, *each) for name, each in sums)
+    except NotFoundError:
+        if not forgotten:
+            raise
+        return None, ()

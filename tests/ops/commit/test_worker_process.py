@@ -49,10 +49,9 @@ from cas_ckpt.ops.commit.process import worker
 from cas_ckpt.ops.commit.process.worker import CommitWorker
 from cas_ckpt.ops.commit.request import CommitRequest, git_state
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
-from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.parallel import child_process
 from cas_ckpt.parallel.child_process import ChildProcess
 from cas_ckpt.parallel.peers import Peers, collective_errors

@@ -19,7 +19,7 @@ from cas_ckpt.objects.nodes import ContainerEntry, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.objects.state import StoredTensor, parse_key, render_key, walk
 from cas_ckpt.ops.fsck.check import check_url
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.fsck.repair import repair_url
 from cas_ckpt.ops.fsck.report import FsckReport, RepairKind, RepairReport, RepairRequest
 from cas_ckpt.ops.history.log import log_commits

@@ -15,7 +15,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck import check as fsck
 from cas_ckpt.ops.fsck import problems as fsck_problems
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.repair import rebuild_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch

@@ -16,7 +16,7 @@ from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.data import DataOptions, Subset, choose_packs, parse_subset
+from cas_ckpt.ops.fsck.packs import DataOptions, Subset, choose_packs, parse_subset
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.storage.file import FileStore

@@ -7,7 +7,7 @@ import pytest
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.errors import PermissionDeniedError, StorageError, TransientStorageError
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.scan import find_entries, unit_bytes_of

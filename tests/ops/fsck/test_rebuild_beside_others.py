@@ -28,7 +28,7 @@ from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import PLAN_RANKS, PLAN_SHAPES, PLANS, REFS
 from cas_ckpt.ops.fsck.check import check_url
-from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
+from cas_ckpt.ops.fsck.repair import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.log import log_commits

@@ -18,8 +18,7 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError, PeerError, Unsuppo
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest, capture_provenance, git_state
 from cas_ckpt.ops.history.lineage import LineageStep, lineage_of
-from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.parallel.peers import Peers
 from tests.builders import commit, new_repository

@@ -24,8 +24,7 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.find import find_commits, find_request
 from cas_ckpt.ops.history.lineage import is_ancestor, lineage_of, merge_bases
-from cas_ckpt.ops.history.log import log_commits
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, delete_branch, reflog, rename_ref
 from cas_ckpt.ops.retention.forget import forget_by_policy, forget_revisions

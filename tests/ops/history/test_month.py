@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.ops.history import month
-from cas_ckpt.ops.history.month import MonthRates, RunFacts, data_writes, plan_month, run_facts
+from cas_ckpt.ops.history import usage as month
+from cas_ckpt.ops.history.usage import MonthRates, RunFacts, data_writes, plan_month, run_facts
 from cas_ckpt.storage.object_store import ObjectStore
 from tests.servers import S3Server
 

@@ -15,13 +15,13 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index.query import QueryLimits
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.gc.freed import freed_by, unique_to
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.lineage import CELLS_PER_TENSOR, holders_of, nearest_to_commit, nearest_to_state
 from cas_ckpt.ops.history.sql import query_index
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, delete_branch
+from cas_ckpt.ops.retention.forget import freed_by, unique_to
 from cas_ckpt.ops.sync.push import PushRequest, push
 from cas_ckpt.ops.sync.remotes import add_remote
 from tests.builders import commit, new_repository, numbers, state

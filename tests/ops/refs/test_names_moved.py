@@ -13,7 +13,7 @@ from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, StorageError
 from cas_ckpt.index import history
-from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.log import show_commit
 from cas_ckpt.ops.refs import (
     create_branch,
     create_pin,
