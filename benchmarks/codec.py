@@ -70,10 +70,10 @@ class Way:
 
 
 WAYS = (
-    Way("raw", EncodingPolicy.RAW),
-    Way("auto", EncodingPolicy.AUTO),
-    *(Way(f"zstd, level {level}", EncodingPolicy.ZSTD, level) for level in (-1, 1, 3)),
-    *(Way(f"planes, level {level}", EncodingPolicy.PLANES, level) for level in (-1, 1, 3)),
+    Way("raw", "raw"),
+    Way("auto", "auto"),
+    *(Way(f"zstd, level {level}", "zstd", level) for level in (-1, 1, 3)),
+    *(Way(f"planes, level {level}", "planes", level) for level in (-1, 1, 3)),
 )
 
 

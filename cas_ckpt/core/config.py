@@ -9,6 +9,7 @@ import re
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError, shown_value
@@ -64,9 +65,9 @@ def check_settings(config: Config) -> None:
     Raises:
         InvalidInputError: unknown encoding or an impossible pack size.
     """
-    from cas_ckpt.objects.codec import EncodingPolicy  # brings numpy, which reading a config does not need
+    from cas_ckpt.objects.codec import EncodingPolicy  # brings zstandard, which reading a config does not need
 
-    known = [policy.value for policy in EncodingPolicy]
+    known = get_args(EncodingPolicy)
     if config.encoding not in known:
         raise InvalidInputError(f"encoding {config.encoding!r} is not one of {', '.join(known)}")
     if config.pack_bytes < MIN_PACK_BYTES:

@@ -100,7 +100,7 @@ def _is_own(store: Store) -> bool:
     """Whether the user wrote the settings: he has the folder and the record; or it is in this process's memory."""
     root: Path | None = getattr(store, "root", None)
     if root is None:
-        return store.url.startswith("memory:")
+        return not store.abilities.durable
     try:
         owners: Collection[int] = {os.stat(root).st_uid, os.stat(root / SETTINGS_KEY, follow_symlinks=False).st_uid}
     except OSError:

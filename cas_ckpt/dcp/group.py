@@ -29,6 +29,7 @@ from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError, out_of_memory
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.objects.state import Path
+from cas_ckpt.storage.url import open_store
 from cas_ckpt.training.process_group import GroupPeers
 
 P = ParamSpec("P")
@@ -305,7 +306,7 @@ class RepositoryPlace:
             handle.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.url.startswith("memory://"):
+        if not open_store(self.url).abilities.durable:
             raise InvalidInputError(
                 f"{self.url} lives in this process only: AsyncCheckpointerType.PROCESS needs a repository in a folder"
             )

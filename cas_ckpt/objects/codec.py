@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import zstandard
 
@@ -55,17 +55,12 @@ RAW = Encoding.RAW
 """The encoding whose payload is the extent itself, so that parts of it can be read in place."""
 
 
-class EncodingPolicy(enum.StrEnum):
-    """Encodings to try on an extent that is neither zero nor constant.
+EncodingPolicy: TypeAlias = Literal["raw", "auto", "zstd", "planes"]
+"""What is tried on an extent that is neither zero nor constant.
 
-    RAW nothing; ZSTD and PLANES that encoding; AUTO, the default, one of them where a sample
-    promises to halve the extent (indices, masks, moments of rows that were never seen).
-    """
-
-    RAW = "raw"
-    AUTO = "auto"
-    ZSTD = "zstd"
-    PLANES = "planes"
+"raw": nothing; "auto", the default: "zstd" or "planes" where a sample promises to halve the extent (indices, masks,
+moments of rows that were never seen); any other: the one of that name in `CODECS`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +69,20 @@ class Encoded:
 
     encoding: Encoding
     payload: Buffer
+
+
+class Codec(NamedTuple):
+    """How the bytes of an extent become a payload, and back.
+
+    Attributes:
+        encode: From the extent and the bytes of an element.
+        decode: From the payload and the length of the extent, of which it allocates no more; it raises CorruptionError
+            for whatever is not the payload of an extent of that length.
+    """
+
+    encoding: Encoding
+    encode: Callable[[memoryview, int], bytes]
+    decode: Callable[[memoryview, int], Buffer]
 
 
 class _Contexts(threading.local):
@@ -90,6 +99,19 @@ _NO_MEMORY = "not enough memory"
 """zstd's words for it: its errors have no number here."""
 
 
+def known_policy(name: str) -> EncodingPolicy:
+    """The policy called `name`, as the config of a repository has it.
+
+    Raises:
+        UnsupportedVersionError: one of a later version.
+    """
+    if name not in get_args(EncodingPolicy):
+        raise UnsupportedVersionError(
+            f"new chunks here are to be stored as {name!r:.40}, which this version cannot write; upgrade cas_ckpt"
+        )
+    return cast(EncodingPolicy, name)
+
+
 def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int) -> Encoded:
     """The extent in the form that `policy` chooses; raw unless another form saves 3 %.
 
@@ -101,12 +123,12 @@ def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int) -> E
     pattern = _repeated_item(view, item_bytes)
     if pattern is not None:
         return Encoded(Encoding.CONSTANT, pattern) if any(pattern) else Encoded(Encoding.ZERO, b"")
-    encoding = _choice(view, policy, item_bytes)
-    if encoding is Encoding.RAW:
+    codec = _choice(view, policy, item_bytes)
+    if codec is None:
         return Encoded(Encoding.RAW, data)
-    payload = _planes(view, item_bytes) if encoding is Encoding.PLANES_ZSTD else _compressed(view)
+    payload = codec.encode(view, item_bytes)
     small = len(payload) <= len(view) * (1 - MIN_SAVING)
-    return Encoded(encoding, payload) if small else Encoded(Encoding.RAW, data)
+    return Encoded(codec.encoding, payload) if small else Encoded(Encoding.RAW, data)
 
 
 def _repeated_item(view: memoryview, item_bytes: int) -> bytes | None:
@@ -125,16 +147,18 @@ def _repeated_item(view: memoryview, item_bytes: int) -> bytes | None:
     return pattern
 
 
-def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Encoding:
-    """The encoding to try."""
-    if policy is EncodingPolicy.RAW or not len(view):
-        return Encoding.RAW
-    # Elements of 8 bytes are integers nearly always: planes shrink them more than zstd does, and faster.
-    planar = policy is EncodingPolicy.PLANES or (policy is EncodingPolicy.AUTO and item_bytes == 8)
-    planar = planar and 1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0
-    if policy is EncodingPolicy.AUTO and _compressed_ratio(_sample(view)) > _SAMPLE_RATIO:
-        return Encoding.RAW
-    return Encoding.PLANES_ZSTD if planar else Encoding.ZSTD
+def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Codec | None:
+    """What to try; None: the extent stays raw."""
+    if policy == "raw" or not len(view):
+        return None
+    if policy == "auto":
+        if _compressed_ratio(_sample(view)) > _SAMPLE_RATIO:
+            return None
+        # Elements of 8 bytes are integers nearly always: planes shrink them more than zstd does, and faster.
+        policy = "planes" if item_bytes == 8 else "zstd"
+    if policy == "planes" and not (1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0):
+        policy = "zstd"
+    return CODECS[policy]
 
 
 def _sample(view: memoryview) -> Buffer:
@@ -204,10 +228,9 @@ def decode_extent(encoding: int, payload: Buffer, *, num_bytes: int) -> Buffer:
             if not 0 < len(view) <= MAX_PATTERN_BYTES or num_bytes % len(view):
                 raise _corrupt(Encoding.CONSTANT, num_bytes, f"a pattern of {len(view)} bytes")
             return bytes(view) * (num_bytes // len(view))
-        case Encoding.ZSTD:
-            return _decompressed(view, num_bytes, Encoding.ZSTD)
-        case Encoding.PLANES_ZSTD:
-            return _read_planes(view, num_bytes)
+    for codec in CODECS.values():
+        if codec.encoding == encoding:
+            return codec.decode(view, num_bytes)
     raise UnsupportedVersionError(f"extent encoding {encoding} is not known to this version; upgrade cas_ckpt")
 
 
@@ -215,7 +238,7 @@ def _corrupt(encoding: Encoding, num_bytes: int, found: str) -> CorruptionError:
     return CorruptionError(f"an extent of {num_bytes} bytes, as {encoding.name}, has {found}; restore it from a copy")
 
 
-def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding) -> bytes:
+def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding = Encoding.ZSTD) -> bytes:
     """One zstd frame whose head promises exactly `num_bytes`: nothing larger is ever allocated."""
     try:
         promised = zstandard.frame_content_size(frame)
@@ -251,3 +274,10 @@ def _read_planes(payload: memoryview, num_bytes: int) -> Buffer:
         elements[:, k] = np.frombuffer(plane, np.uint8)
         start += size
     return elements.reshape(-1).data
+
+
+CODECS: dict[str, Codec] = {
+    "zstd": Codec(Encoding.ZSTD, lambda view, _: _compressed(view), _decompressed),
+    "planes": Codec(Encoding.PLANES_ZSTD, _planes, _read_planes),
+}
+"""By policy. How to add one: docs/adding.md."""

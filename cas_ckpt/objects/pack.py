@@ -459,7 +459,7 @@ def encode_hints(hints: Hints) -> bytes:
     })  # fmt: skip
     if len(payload) > MOST_HINTS_BYTES:
         return b""
-    encoded = codec.encode_extent(payload, policy=codec.EncodingPolicy.ZSTD, item_bytes=1)
+    encoded = codec.encode_extent(payload, policy="zstd", item_bytes=1)
     body = bytes(encoded.payload)
     return _sealed(body + _FOOTER.pack(_HINTS_MAGIC, _HINTS_VERSION, encoded.encoding, len(body), len(payload)))
 

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from cas_ckpt.objects.codec import EncodingPolicy
     from cas_ckpt.signing import Trust
 
-Encoding: TypeAlias = Literal["raw", "auto", "zstd", "planes"]
+Encoding: TypeAlias = "EncodingPolicy"
 """How new chunks are stored."""
 
 ExportFormat: TypeAlias = Literal["safetensors", "torch", "dcp"]

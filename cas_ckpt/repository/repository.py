@@ -67,8 +67,7 @@ class Repository(
         """A new repository at `url`, opened. In a distributed job all ranks call it together.
 
         Args:
-            url: A path, `file:///path`, `memory://name`, `s3://bucket/prefix` or `gs://bucket/prefix`. A folder must
-                be empty, or not there yet.
+            url: A path or a URL, e.g. `s3://bucket/prefix`. A folder must be empty, or not there yet.
             default_branch: The branch that commits go to unless they say otherwise.
             encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it. None: "auto", and
                 "planes" on object storage.

@@ -3,7 +3,7 @@
 Long values are mapped memory, which grows without a copy and is filled while other threads run.
 
 Invariant: a value is never modified, and values are replaced under one lock, so that a view of an older one stays what
-it was. Must not know: files, URLs.
+it was. Must not know: files.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ def _copied(data: Buffer) -> _Value:
     value = memoryview(new_buffer(view.nbytes))
     copy_bytes(value, view)
     return value.toreadonly()
+
+
+_named: dict[str, MemoryStore] = {}
+
+
+def open_memory(url: str) -> MemoryStore:
+    """The store at `memory://NAME`, the same one for every caller of this process; at `memory://` a new one."""
+    name = url.partition("://")[2]
+    return _named.setdefault(name, MemoryStore(url=f"memory://{name}")) if name else MemoryStore()
 
 
 class MemoryStore(Uncopied):

@@ -4,7 +4,7 @@ Duty: name the operations, the keys, the abilities and the errors that the rooms
 Invariant: a value is stored whole or not at all, for every reader, whatever dies.
 Must not know: hashes, packs, refs, tensors or SQL; a value is bytes.
 
-The rules in words for adapter writers are in docs/adding-a-store.md; the same rules as
+The rules in words for adapter writers are in docs/adding-a-store.md (how to add one: docs/adding.md); the same rules as
 running checks are `cas_ckpt.testing.StoreConformance`.
 """
 
@@ -58,7 +58,7 @@ class Abilities:
     """Optional abilities of a store beyond the contract; declared, never faked.
 
     Attributes:
-        durable: What a write returned for outlives the process and a power failure.
+        durable: What a write returned for outlives the process and a power failure; else no other process has it.
         local: The values are on this computer: to read them twice costs little.
         conditional: `put_if_absent` and `compare_and_swap` are honoured by the medium. Where
             this is False both MUST raise `StorageError`: a silently ignored condition loses commits.

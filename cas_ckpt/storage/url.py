@@ -1,13 +1,14 @@
 """From a URL to the store that it names.
 
-Invariant: one memory:// name is one store within a process.
+Invariant: nothing but `SCHEMES` says which stores there are.
 Must not know: what is in the store; whether a repository is there.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
@@ -15,19 +16,12 @@ from cas_ckpt.arguments import check_path
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.memory import open_memory
 from cas_ckpt.storage.store import Store
-
-_named: dict[str, MemoryStore] = {}
-_lock = threading.RLock()
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at `url`: a path, `file:///path`, `memory://name`, or `s3://` or `gs://bucket/prefix?setting=value`.
-
-    Nothing is created or read. A `~` is the home.
-
-    `memory://name` is the same store for every caller of this process; `memory://` a new one.
+    """The store at `url`: a path, or a URL of one of `SCHEMES`. Nothing is created or read. A `~` is the home.
 
     Raises:
         InvalidInputError: empty, malformed, or a scheme that this version has no store for.
@@ -44,20 +38,11 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             return FileStore(Path(text).expanduser())
         except RuntimeError as error:
             raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
-    parts = _split(text)
-    if parts.scheme == "file":
-        return FileStore(path_of_url(text))
-    if parts.scheme == "memory":
-        name = parts.netloc + parts.path
-        with _lock:
-            return _named.setdefault(name, MemoryStore(url=f"memory://{name}")) if name else MemoryStore()
-    if parts.scheme == "s3":
-        return _open_s3(text)
-    if parts.scheme == "gs":
-        return _open_gcs(text)
-    raise InvalidInputError(
-        f"{without_secrets(text)}: no store for {parts.scheme!r}; known are a path, file://, memory://, s3:// and gs://"
-    )
+    scheme = _split(text).scheme
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{each}://" for each in SCHEMES)
+        raise InvalidInputError(f"{without_secrets(text)}: no store for {scheme!r}; known are a path, {known}")
+    return SCHEMES[scheme](text)
 
 
 def reject_single_slash_url(text: str) -> None:
@@ -66,30 +51,11 @@ def reject_single_slash_url(text: str) -> None:
     Raises:
         InvalidInputError: `text` is such a one.
     """
-    if text.startswith(("s3:/", "gs:/")) and "://" not in text:
+    scheme, _, rest = text.partition(":")
+    if scheme in SCHEMES and rest.startswith("/") and not rest.startswith("//"):
         raise InvalidInputError(
-            f"{without_secrets(text)!r:.200}: a URL has '://'; write ./{text[:3]}... for a folder of that name"
+            f"{without_secrets(text)!r:.200}: a URL has '://'; write ./{scheme}:... for a folder of that name"
         )
-
-
-def _open_s3(text: str) -> Store:
-    try:
-        from cas_ckpt.storage.s3 import open_s3  # brings boto3, which takes 0.2 s, and is an extra
-    except ImportError as error:
-        raise InvalidInputError(
-            f"s3:// needs boto3, which is not installed ({error}): pip install 'cas-ckpt[s3]'"
-        ) from error
-    return open_s3(text)
-
-
-def _open_gcs(text: str) -> Store:
-    try:
-        from cas_ckpt.storage.gcs import open_gcs  # brings google-cloud-storage, which takes a second, and is an extra
-    except ImportError as error:
-        raise InvalidInputError(
-            f"gs:// needs google-cloud-storage, which is not installed ({error}): pip install 'cas-ckpt[gcs]'"
-        ) from error
-    return open_gcs(text)
 
 
 def _split(text: str) -> SplitResult:
@@ -114,3 +80,29 @@ def path_of_url(text: str) -> Path:
     if "\0" in path:
         raise InvalidInputError(f"{text}: a path holds no NUL")
     return Path(path)
+
+
+def _needing(package: str, extra: str) -> Callable[[str], Store]:
+    """`open_EXTRA` of the module of that name, which imports `package`: that takes long, and may not be installed."""
+
+    def opened(url: str) -> Store:
+        try:
+            module = import_module(f"cas_ckpt.storage.{extra}")
+        except ImportError as error:
+            raise InvalidInputError(
+                f"{url.partition('://')[0]}:// needs {package}, which is not installed ({error}): "
+                f"pip install 'cas-ckpt[{extra}]'"
+            ) from error
+        store: Store = getattr(module, f"open_{extra}")(url)
+        return store
+
+    return opened
+
+
+SCHEMES: dict[str, Callable[[str], Store]] = {
+    "file": lambda url: FileStore(path_of_url(url)),
+    "memory": open_memory,
+    "s3": _needing("boto3", "s3"),
+    "gs": _needing("google-cloud-storage", "gcs"),
+}
+"""What opens the URLs of each scheme. How to add one: docs/adding.md."""

@@ -28,7 +28,7 @@ ENTRY_BYTES = 2_400
 CELL_BYTES = 700
 """Measured (docs/benchmarks/memory.md): of a commit of 100,000 small tensors, and of one of many cells."""
 
-_ENCODED_SHARE = {EncodingPolicy.RAW: 0.0, EncodingPolicy.AUTO: 0.5, EncodingPolicy.ZSTD: 1.0, EncodingPolicy.PLANES: 1}
+_ENCODED_SHARE = {"raw": 0.0, "auto": 0.5}
 """How long what is stored may be, of a cell: what AUTO does not halve stays as it is."""
 
 
@@ -74,5 +74,5 @@ def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_wr
 
 def thread_bytes(policy: EncodingPolicy, read_bytes: int) -> int:
     """Memory of each thread: scratch, a buffer, and what came of it."""
-    scratch_bytes = BATCH_BYTES * (1 if policy is EncodingPolicy.RAW else 2)
-    return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE[policy])) + read_bytes
+    scratch_bytes = BATCH_BYTES * (1 if policy == "raw" else 2)
+    return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE.get(policy, 1.0))) + read_bytes

@@ -8,16 +8,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from cas_ckpt import CkptError, InvalidInputError, NoRepositoryError, PermissionDeniedError, Repository
+from cas_ckpt.core.config import CONFIG_KEY, encode_config, read_config
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state, read_gc_state
 from cas_ckpt.core.refs import Generation
-from cas_ckpt.errors import ConflictError
+from cas_ckpt.errors import ConflictError, UnsupportedVersionError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.url import open_store
 from tests.processes import PIPE, Forked
@@ -40,6 +42,16 @@ def place(tmp_path: Path) -> Path:
         repo.commit({"x": 1})
         repo.commit({"x": 2}, metrics={"loss": 1.0})
     return tmp_path / "repo"
+
+
+def test_an_encoding_of_a_later_version_is_no_bar_to_reading_and_a_commit_says_what_to_do(place: Path) -> None:
+    store = FileStore(place)
+    store.put(CONFIG_KEY, encode_config(replace(read_config(store), encoding="later")))
+    with Repository.open(place) as repo:
+        assert repo.load() == {"x": 2}
+        with pytest.raises(UnsupportedVersionError, match="'later', which this version cannot write; upgrade cas_ckpt"):
+            repo.commit({"x": 3})
+        assert len(repo.log()) == 2
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=map(str, range(len(VERBS))))

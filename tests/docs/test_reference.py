@@ -17,15 +17,13 @@ import pytest
 
 import cas_ckpt
 from cas_ckpt import Repository, dcp
+from cas_ckpt.storage.url import SCHEMES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "reference.md").read_text()
 DCP = (DOCS / "dcp.md").read_text()
 METHODS = [name for name, _ in inspect.getmembers(Repository, callable) if not name.startswith("_")]
-OTHERS = [
-    "CommitOptions", "ImportOptions", "Lineage", "PerRank", "Policy", "RNGState", "RetentionHook", "limits",
-    "register_type", "trusted_hosts",
-]  # fmt: skip
+OTHERS = re.findall(r"^### `cas_ckpt\.([\w.]+)`$", TEXT, re.MULTILINE)
 ROW = re.compile(r"^\| `\*{0,2}(\w+)` \| `(.*?)` \| (.*?) \| (.+) \|$", re.MULTILINE)
 
 OF_THE_QUEUE = {"watch", "begin", "end", "take_failure", "counted", "add_saved"}
@@ -101,8 +99,15 @@ def test_a_method_has_its_signature_and_a_row_for_each_argument(name: str) -> No
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_name_has_a_row_for_each_argument(name: str) -> None:
+    module, _, last = f"cas_ckpt.{name}".rpartition(".")
     found = [(row[0], row[1], row[2]) for row in ROW.findall(section(f"cas_ckpt.{name}"))]
-    assert found == arguments(getattr(cas_ckpt, name))
+    assert found == arguments(getattr(import_module(module), last))
+
+
+def test_every_other_public_name_has_a_section_or_is_a_result_or_an_error() -> None:
+    elsewhere = {"LeftOut", "Named", "PendingCommit", "Repository", "StateDict", "Trust", "__version__"}
+    names = {name for name in cas_ckpt.__all__ if not name.endswith("Error") and f"\n| `{name}` |" not in TEXT}
+    assert names - elsewhere == {name for name in OTHERS if "." not in name}
 
 
 @pytest.mark.parametrize("name", ["CasStorageReader", "CasStorageWriter", "CheckpointPaths"])
@@ -114,6 +119,11 @@ def test_a_class_for_dcp_has_a_row_for_each_argument(name: str) -> None:
 def test_only_methods_that_exist_are_described() -> None:
     described = re.findall(r"^### `(\w+)`$", TEXT, re.MULTILINE)
     assert sorted(described) == sorted(METHODS)
+
+
+def test_every_scheme_of_a_store_has_its_row() -> None:
+    places = TEXT.partition("#### Where a repository can be")[2].partition("###")[0]
+    assert re.findall(r"^\| `(\w+)://", places, re.MULTILINE) == list(SCHEMES)
 
 
 def test_properties_are_described() -> None:

@@ -194,15 +194,7 @@ def records(patched: pytest.MonkeyPatch) -> dict[str, bytes]:
     return found | {"gc-state condemned": encode_gc_state(condemned)}
 
 
-# --- extents ---------------------------------------------------------------------------------
-
-PLAIN: dict[str, tuple[Encoding, bytes]] = {
-    "raw": (Encoding.RAW, b"some bytes"),
-    "zero": (Encoding.ZERO, bytes(4096)),
-    "constant": (Encoding.CONSTANT, b"\x00\x00\x80\x3f" * 1024),
-    "zstd": (Encoding.ZSTD, b"the same words again and " * 40),
-    "planes": (Encoding.PLANES_ZSTD, np.arange(1000, dtype="<f4").tobytes()),
-}
+# --- values ---------------------------------------------------------------------------------
 
 VALUES: dict[str, Any] = {
     "none": None, "true": True, "int": -7, "large int": 1 << 70, "float": 0.1, "nan": float("nan"), "complex": 1 - 2j,

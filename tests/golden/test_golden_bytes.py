@@ -16,7 +16,7 @@ from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects import nodes as tensor_node
 from cas_ckpt.objects import nodes as tree_node
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.codec import EncodingPolicy, decode_extent, encode_extent
+from cas_ckpt.objects.codec import Encoding, decode_extent, encode_extent
 from cas_ckpt.objects.digest import Digest, chunk_id, object_id, unseal
 from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.nodes import ValueEntry, decode_commit, name_order
@@ -35,7 +35,6 @@ from tests.golden.fixed import (
     NAME,
     NODES,
     PIPELINE_LAYOUT,
-    PLAIN,
     SHARDED_LAYOUT,
     VALUES,
     an_id,
@@ -194,17 +193,22 @@ def test_records_are_read_from_these_bytes() -> None:
 # --- extents and values ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_an_extent_is_read_from_these_bytes(name: str) -> None:
-    encoding, plain = PLAIN[name]
-    assert bytes(decode_extent(encoding, literal("extents", name, "payload"), num_bytes=len(plain))) == plain
+@pytest.mark.parametrize("vector", VECTORS["extents"].values(), ids=VECTORS["extents"])
+def test_an_extent_is_read_from_these_bytes(vector: dict[str, Any]) -> None:
+    payload = bytes.fromhex(vector["payload"])
+    assert bytes(decode_extent(vector["encoding"], payload, num_bytes=vector["num_bytes"])).hex() == vector["plain"]
+
+
+def test_every_encoding_has_its_bytes() -> None:
+    assert {vector["encoding"] for vector in VECTORS["extents"].values()} == set(Encoding)
 
 
 @pytest.mark.parametrize("name", ["raw", "zero", "constant"])
 def test_an_extent_that_no_library_compresses_has_these_bytes(name: str) -> None:
-    encoding, plain = PLAIN[name]
-    made = encode_extent(plain, policy=EncodingPolicy.RAW, item_bytes=4)
-    assert (made.encoding, bytes(made.payload)) == (encoding, literal("extents", name, "payload"))
+    made = encode_extent(literal("extents", name, "plain"), policy="raw", item_bytes=4)
+    assert (made.encoding, bytes(made.payload)) == (
+        VECTORS["extents"][name]["encoding"], literal("extents", name, "payload")
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VALUES)

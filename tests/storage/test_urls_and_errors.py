@@ -138,7 +138,7 @@ def test_a_folder_keeps_conditions(tmp_path: Path) -> None:
     assert probe_conditions(FileStore(tmp_path)).conditional
 
 
-@pytest.mark.parametrize("url", ["s3:/bucket/run", "gs:/bucket/run"])
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "gs:/bucket/run", "file:/data/run"])
 def test_a_url_that_lacks_a_slash_is_not_taken_for_a_folder(url: str) -> None:
     """A run would go on for a month, onto the local disk."""
     with pytest.raises(InvalidInputError, match="a URL has '://'; write ./"):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from cas_ckpt.native import leaf_digests
-from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import chunk_id
 from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.progress import SILENT
@@ -54,7 +53,7 @@ def saved(source: ArrayMemory, *, expect_new: bool) -> tuple[Kept, TensorWork]:
     spec = Spec("float32", source.array.shape)
     work, sink = TensorWork(spec, grid_for(spec), source), Kept()
     save_tensors(
-        [work], sink, claims=Claims(lambda ids: [False] * len(ids)), policy=codec.EncodingPolicy.RAW, num_threads=1,
+        [work], sink, claims=Claims(lambda ids: [False] * len(ids)), policy="raw", num_threads=1,
         buffers=Buffers(), expect_new=expect_new, progress=SILENT,
     )  # fmt: skip
     return sink, work

@@ -21,7 +21,7 @@ from cas_ckpt.core.refs import Generation
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import PeerError
 from cas_ckpt.memory import check_memory, current_limits, memory_budget
-from cas_ckpt.objects.codec import EncodingPolicy
+from cas_ckpt.objects.codec import known_policy
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -117,7 +117,7 @@ def room_for(handle: RepositoryHandle, size: StateSize, *, num_threads: int, num
     """
     return divide(
         memory_budget(num_ranks=num_ranks), num_threads=num_threads,
-        num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
+        num_entries=size.num_entries, num_bytes=size.num_bytes, policy=known_policy(handle.config.encoding),
         abilities=handle.store.abilities, read_bytes=size.read_bytes,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def check_room(handle: RepositoryHandle, size: StateSize) -> None:
         MemoryBudgetError: says how much is needed.
     """
     least = least_bytes(
-        num_entries=size.num_entries, num_bytes=size.num_bytes, policy=EncodingPolicy(handle.config.encoding),
+        num_entries=size.num_entries, num_bytes=size.num_bytes, policy=known_policy(handle.config.encoding),
         abilities=handle.store.abilities, read_bytes=size.read_bytes,
     )  # fmt: skip
     check_memory(least, f"a commit of {size.num_entries} entries here")
@@ -226,7 +226,7 @@ def save_chunks(
     # Ranks share the medium, and what each has for cells that straddle them is planned beside so many packs.
     num_writers = room.num_writers if straddling is None else min(room.num_writers, NUM_WRITERS)
     sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat, num_writers=num_writers)
-    claims, policy = Claims(handle.known_to_commit()), EncodingPolicy(handle.config.encoding)
+    claims, policy = Claims(handle.known_to_commit()), known_policy(handle.config.encoding)
     buffers = Buffers()
     progress.start("hashing", num_bytes)
     try:

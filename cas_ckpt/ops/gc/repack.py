@@ -173,7 +173,7 @@ class Repacker:
         else:
             plain = memoryview(bytearray(extent.num_bytes))
             reader.read(extents, plain)
-            encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=1)
+            encoded = codec.encode_extent(plain, policy="raw", item_bytes=1)
             payload, encoding = encoded.payload, encoded.encoding
         self._sink.add_chunk(
             EncodedChunk(extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload)

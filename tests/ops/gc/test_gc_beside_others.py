@@ -143,7 +143,7 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
     digest = Digest(b"d" * 32)
     plain = memoryview(bytearray(weights(5).tobytes()))
     found = leaf_digests(plain, 1 << 16)
-    encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=4)
+    encoded = codec.encode_extent(plain, policy="raw", item_bytes=4)
     sink.put(EncodedChunk(digest, len(plain), 1 << 16, found, encoded.encoding, bytes(encoded.payload)))
     [pack] = sink.finish()
 

@@ -51,7 +51,6 @@ from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess, unpacked_e
 from cas_ckpt.parallel.peers import SOLO, Peers, report_instead
 from cas_ckpt.parallel.workers import core_of_main_thread
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.hashing import SummingSource, as_raw
 from cas_ckpt.transfer.staging import Arena
 
@@ -85,7 +84,7 @@ class Staged(Protocol):
 
 def require_possible(handle: RepositoryHandle) -> None:
     """Raise InvalidInputError if no other process can commit to this repository."""
-    if isinstance(handle.store, MemoryStore):
+    if not handle.store.abilities.durable:
         raise InvalidInputError(
             f"{handle.store.url} is in the memory of this process, where no worker process can write: "
             'use worker="thread"'

@@ -1,0 +1,109 @@
+"""The recipes of docs/adding.md do what they say: what they show is put in its place and used."""
+
+from __future__ import annotations
+import __future__
+
+import importlib
+import re
+import sys
+import textwrap
+import zlib
+from enum import IntEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cas_ckpt import Repository
+from cas_ckpt.cli import main
+from cas_ckpt.objects import codec
+from cas_ckpt.storage.url import SCHEMES, open_store
+from cas_ckpt.testing.store_suite import ConditionChecks
+from examples.toy_store import open_toy
+from tests.cli.running import call
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "adding.md").read_text()
+
+
+def shown(path: str) -> str:
+    """The block that the page has for a file."""
+    found = re.search(rf"^```python\n# {re.escape(path)}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert found, path
+    return textwrap.dedent(found[1])
+
+
+def row(name: str, names: dict[str, Any]) -> Any:
+    """The value in the row that the page has for a table of the source."""
+    found = re.search(rf'`"{name}": (.*?),`', PAGE)
+    assert found, name
+    return eval(found[1], names)
+
+
+def run(path: str, module: ModuleType | None = None) -> dict[str, Any]:
+    """The names that a block defines, where it stands in `module`, or by itself."""
+    names = dict(vars(module)) if module else {"__name__": path}
+    exec(compile(shown(path), path, "exec", __future__.annotations.compiler_flag), names)
+    return names
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.setitem(SCHEMES, "toy", row("toy", {"open_toy": open_toy}))
+    return f"toy://{tmp_path}/values"
+
+
+def test_the_store_keeps_conditions_and_holds_a_repository(toy: str) -> None:
+    """All checks of the suite take five seconds; races and swaps are what a repository cannot show."""
+    kind = run("tests/storage/test_toy_store.py")["TestToyStore"]
+    for name in vars(ConditionChecks):
+        if name.startswith("test_") and "refused" not in name:
+            suite = kind()
+            suite.url = toy
+            getattr(suite, name)()
+    with Repository.init(toy) as repo:
+        first = repo.commit({"w": np.arange(5000.0), "empty": np.zeros(0)})
+        repo.commit({"w": np.ones(5000)})
+        repo.gc()
+    with Repository.open(toy) as repo:
+        assert repo.load(first.id)["w"].tolist() == list(range(5000))
+        assert repo.fsck(read_data=True).ok
+    assert open_store(toy).url == toy
+
+
+def test_the_verb_goes_by_both_doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path, name in (("ops/history/log", "first_commits"), ("repository/history", "first"), ("cli/history", "first")):
+        module = importlib.import_module(f"cas_ckpt.{path.replace('/', '.')}")
+        made = run(f"cas_ckpt/{path}.py", module)[name]
+        monkeypatch.setattr(Repository if path.startswith("rep") else module, name, made, raising=False)
+    monkeypatch.setitem(main.PLACES, "first", row("first", vars(main)))
+    names = run("tests/cli/test_first.py")
+    names["test_a_history_begins_with_the_commits_without_parents"](tmp_path)
+    assert call("first", "--help").code == 0
+
+
+def test_the_encoding_comes_back_and_refuses_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = IntEnum("Encoding", {**codec.Encoding.__members__, "ZLIB": 5})  # type: ignore[misc]
+    monkeypatch.setattr(codec, "Encoding", numbers)
+    monkeypatch.setattr(codec, "zlib", zlib, raising=False)
+    names = run("cas_ckpt/objects/codec.py", codec)
+    monkeypatch.setitem(codec.CODECS, "zlib", row("zlib", names))
+    data = np.arange(2000).tobytes()
+    made = codec.encode_extent(data, policy="zlib", item_bytes=4)  # type: ignore[arg-type]
+    assert made.encoding == 5 and len(made.payload) < len(data)
+    assert codec.decode_extent(5, made.payload, num_bytes=len(data)) == data
+    tests = importlib.import_module("tests.objects.test_codec")
+    monkeypatch.setattr(tests, "Encoding", numbers)
+    monkeypatch.setattr(tests, "zlib", zlib, raising=False)
+    refuses = run("tests/objects/test_codec.py", tests)["test_a_zlib_stream_that_is_not_of_that_length_is_corrupt"]
+    [marked] = refuses.pytestmark
+    for broken in marked.args[1]:
+        refuses(broken)
+
+
+def test_the_adapter_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = ModuleType("cas_ckpt.training.toy_trainer")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(run("cas_ckpt/training/toy_trainer.py"))
+    run("tests/training/test_toy_trainer.py")["test_a_trainer_resumes_the_newest_step"](tmp_path)
