@@ -91,16 +91,14 @@ class HintsWriter:
     def hints(
         self, parents: Sequence[Digest], packs: Sequence[WrittenPack], *, seen: tuple[Digest | None, bytes | None],
         shared: Sequence[Digest] = (),
-    ) -> Hints | None:  # fmt: skip
-        """The hints of a commit that is about to be written; None on a store that needs none.
+    ) -> Hints:  # fmt: skip
+        """The hints of a commit that is about to be written to a store that is not local.
 
         Args:
             packs: All that was written for it so far.
             seen: A commit, and the name of the pack that a ref says holds it.
             shared: Its nodes that were stored before, those first that every reader needs.
         """
-        if self._handle.store.abilities.local:
-            return None
         try:
             depth, page = self._page_after(parents[0], seen) if parents else (0, ())
             others, earlier = self._others(parents[1:]), self._packs_of(shared)
@@ -137,7 +135,7 @@ class HintsWriter:
                 parents = decode_commit(commits[before].data).parents
                 before = parents[0] if parents else None
         hints = self.hints([] if before is None else [before], packs, seen=(None, None))
-        return [*others, *commits.values()], encoded(hints)
+        return [*others, *commits.values()], encode_hints(hints)
 
     def pack_of(self, digest: Digest) -> bytes | None:
         """The name of a meta pack that holds this commit, for the ref that is to name it; None: no need, or not known.
@@ -250,11 +248,6 @@ def _directories(packs: Sequence[WrittenPack]) -> tuple[tuple[bytes, bytes], ...
 
 def _names(packs: Sequence[WrittenPack], kind: PackKind) -> tuple[bytes, ...]:
     return tuple(pack_name(each.key) for each in packs if each.kind == kind)
-
-
-def encoded(hints: Hints | None) -> bytes:
-    """The bytes of hints, to be written into a pack; empty for none."""
-    return b"" if hints is None else encode_hints(hints)
 
 
 # --- the reader's half ----------------------------------------------------------------------------

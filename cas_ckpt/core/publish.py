@@ -29,7 +29,6 @@ from operator import not_
 
 from cas_ckpt.core.completeness import require_complete, unforget
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.hints import encoded
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.packs import pack_name
 from cas_ckpt.core.protocol import read_gc_state, require_current
@@ -52,7 +51,7 @@ from cas_ckpt.core.signatures import check_move, require_signed, required_signer
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node, decode_commit
-from cas_ckpt.objects.pack import Hints, PackKind
+from cas_ckpt.objects.pack import Hints, PackKind, encode_hints
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack, pack_key, write_nodes
@@ -250,10 +249,13 @@ class _Publishing:
         signers = required_signers(handle, ref, branch)
         if signers is not None:
             require_signed(signers, branch, made.digest, made.data)
-        hints = handle.hints.hints(
-            commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack), shared=self._shared()
-        )
-        self.packs.append(write_nodes(handle.cached_store, [*self._new, made], hints=encoded(hints)))
+        hints = None
+        if not handle.store.abilities.local:
+            hints = handle.hints.hints(
+                commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack), shared=self._shared()
+            )
+        page = b"" if hints is None else encode_hints(hints)
+        self.packs.append(write_nodes(handle.cached_store, [*self._new, made], hints=page))
         self.written += [*self._new, made]
         self._new, self.made = [], made
         return self._swap(ref, made, hints, signed_only=None if signers is None else True)

@@ -17,7 +17,6 @@ bytes into memory or into files reads nodes.
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.trees import RowsMissingError
-from cas_ckpt.memory import check_entries
+from cas_ckpt.memory import check_entries, python_gc_paused
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import (
     ContainerEntry,
@@ -64,22 +63,6 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, part_of_fields
 
 MAX_DEPTH = 200
-
-
-@contextmanager
-def python_gc_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector does not run inside the block (in any thread); afterwards all is as before.
-
-    For blocks that make many small objects. What is built there is a tree without cycles: searching it again
-    and again finds nothing and costs up to half of the time. Reference counting goes on as always.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @python_gc_paused()

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import torch
 
 from cas_ckpt.held_signals import held_signals
+from cas_ckpt.memory import aligned
 from cas_ckpt.training.capture.tensors import locals_of
 from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.training.torch_internals import stager_class
-from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool
 
 Storages: TypeAlias = dict[tuple[torch.device, int], torch.UntypedStorage]

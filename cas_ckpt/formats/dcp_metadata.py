@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.folders import InputFile
 from cas_ckpt.formats.models import check_inside, is_plain_name
 from cas_ckpt.formats.pickles import Made, read_pickle
+from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec
 from cas_ckpt.objects.state import Path
 from cas_ckpt.storage.store import translated

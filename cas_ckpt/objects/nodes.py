@@ -297,7 +297,7 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
     in six zero bits, so that inserting one entry rewrites one page and not all that follow
     (the idea of prolly trees, as in Dolt and Noms).
     """
-    rows = [_entry_row(entry) for entry in _by_name(entries)]
+    rows = list(map(_entry_row, _by_name(entries)))
     made: list[Node] = []
     height = 0
     while True:
@@ -326,20 +326,20 @@ def _by_name(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _entry_row(entry: Entry) -> _Row:
-    name = _wire_name(entry.name)
-    if isinstance(entry, ValueEntry):
-        return [name, _VALUE, entry.data]
+    name: Name | bytes = entry.name
+    if type(name) is str and not name.isascii():
+        name = _wire_name(name)
+    if isinstance(entry, TensorEntry):
+        spec, node = entry.spec, entry.node
+        form, data = (_INLINE, entry.inline) if node is None else (_CHUNK if entry.single else _TENSOR, node)
+        return [name, form, spec.dtype, list(spec.shape), FLAVORS.index(entry.flavor), data]
     if isinstance(entry, ContainerEntry):
         return [name, _CONTAINER, entry.node]
-    spec, node = entry.spec, entry.node
-    form, data = (_INLINE, entry.inline) if node is None else (_CHUNK if entry.single else _TENSOR, node)
-    return [name, form, spec.dtype, list(spec.shape), FLAVORS.index(entry.flavor), data]
+    return [name, _VALUE, entry.data]
 
 
-def _wire_name(name: Name) -> Name | bytes:
+def _wire_name(name: str) -> str | bytes:
     """Strings with lone surrogates, which msgpack cannot carry as text, travel as bytes."""
-    if isinstance(name, int) or name.isascii():
-        return name
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -349,7 +349,7 @@ def _wire_name(name: Name) -> Name | bytes:
 
 def _cut(rows: list[_Row]) -> list[list[_Row]]:
     """Pages of consecutive rows; one page when all fit one."""
-    weights = [_weight(row) for row in rows]
+    weights = list(map(_weight, rows))
     if len(rows) <= PAGE_ENTRIES and sum(weights) <= PAGE_WEIGHT:
         return [rows]
     parts, start, weight = [], 0, 0
@@ -366,8 +366,9 @@ def _cut(rows: list[_Row]) -> list[list[_Row]]:
 
 def _weight(row: _Row) -> int:
     name = row[0]
-    length = 8 if isinstance(name, int) else len(name if isinstance(name, bytes) or name.isascii() else name.encode())
-    return ENTRY_WEIGHT + length + len(row[-1])
+    if type(name) is str and not name.isascii():
+        name = name.encode()
+    return ENTRY_WEIGHT + (8 if isinstance(name, int) else len(name)) + len(row[-1])
 
 
 @lru_cache(maxsize=16)

@@ -106,6 +106,12 @@ def raw_dtype(item_bytes: int) -> np.dtype[Any]:
     return np.dtype({1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}.get(item_bytes, f"V{item_bytes}"))
 
 
+def as_raw(array: np.ndarray[Any, Any], item_bytes: int) -> np.ndarray[Any, Any]:
+    """`array` as raw items: same memory, dtype by width alone."""
+    raw = raw_dtype(item_bytes)
+    return array if array.dtype == raw else array.view(raw)
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A region of a tensor: offsets and sizes in elements, one pair per dimension."""

@@ -25,10 +25,10 @@ from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, l
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head, head_with_part
 from cas_ckpt.core.revisions import Revision, revision_text
 from cas_ckpt.core.signatures import resolve_trusted
-from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
+from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.memory import limits, memory_budget
+from cas_ckpt.memory import limits, memory_budget, python_gc_paused
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec

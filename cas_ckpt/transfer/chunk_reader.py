@@ -27,10 +27,10 @@ from cas_ckpt.native import Part, runs_of_boxes
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.spec import Box, as_raw, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.hashing import Array, as_raw
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.sources import STAGED, Source, leaf_reader, new_memory
 
 Relocate: TypeAlias = Callable[[Digest, Collection[str]], Sequence[Location]]

@@ -23,7 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 from cas_ckpt import native
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.spec import Box, as_raw
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.parallel.workers import run_all
 
@@ -44,12 +44,6 @@ SMALL_BYTES = 64 << 10
 """Stretches of up to so many bytes are hashed as they are."""
 
 SUM_BYTES = 16
-
-
-def as_raw(array: Array, item_bytes: int) -> Array:
-    """`array` as raw items: same memory, dtype by width alone."""
-    raw = raw_dtype(item_bytes)
-    return array if array.dtype == raw else array.view(raw)
 
 
 @runtime_checkable

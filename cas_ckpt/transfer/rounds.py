@@ -20,6 +20,7 @@ import numpy as np
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InternalError
+from cas_ckpt.memory import ALIGN_BYTES, aligned
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Box, Delivery, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
@@ -27,10 +28,6 @@ from cas_ckpt.transfer.hashing import Array, stretches
 
 _Sized = tuple[int, Box, int]
 """Receiver, box, bytes."""
-
-ALIGN_BYTES = 64
-"""What lies side by side in memory begins at multiples of this, so that items of any width are aligned: parts of a
-message, cells in a buffer, staged tensors. It is a line of the processor's cache, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,6 @@ class Round:
 def quota_bytes(num_senders: int, budget_bytes: int) -> int:
     """Most bytes that each of its senders gives a rank in one round."""
     return max(budget_bytes // max(num_senders, 1), LEAF_BYTES) // ALIGN_BYTES * ALIGN_BYTES
-
-
-def aligned(num_bytes: int) -> int:
-    """The room that so many bytes take: what comes next begins aligned."""
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def cut_rounds(

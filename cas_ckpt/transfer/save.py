@@ -27,15 +27,15 @@ from typing import TypeAlias
 import numpy as np
 
 from cas_ckpt import native
+from cas_ckpt.memory import aligned
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, chunk_id
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import Grid, Spec, as_raw
 from cas_ckpt.objects.state import ArraySource, CellsToName, LeafHasher, is_of_one_moment, is_private
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.hashing import Array, as_raw
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.save_memory import BATCH_BYTES
 
 KEPT_BUFFERS = 12

@@ -30,7 +30,7 @@ from cas_ckpt.memory import memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canonical
 from cas_ckpt.objects.pack import Location
-from cas_ckpt.objects.spec import Box, Delivery
+from cas_ckpt.objects.spec import Box, Delivery, as_raw
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.parallel.workers import run_all, thread_count
@@ -51,7 +51,7 @@ from cas_ckpt.transfer.chunk_reader import (
     named,
 )
 from cas_ckpt.transfer.fetch import Restored, nothing, round_bytes, sourced, threads_within, verify_chunks
-from cas_ckpt.transfer.hashing import Array, as_raw
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.rounds import (
     Incoming,
     Stage,

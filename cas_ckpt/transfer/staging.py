@@ -28,12 +28,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cas_ckpt.errors import InternalError, TooLargeError
-from cas_ckpt.memory import ask_for_large_pages
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.memory import aligned, ask_for_large_pages
+from cas_ckpt.objects.spec import Box, as_raw, raw_dtype
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.parallel.workers import run_all
-from cas_ckpt.transfer.hashing import as_raw, stretches
-from cas_ckpt.transfer.rounds import aligned
+from cas_ckpt.transfer.hashing import stretches
 from cas_ckpt.uncopied import Uncopied
 
 Array: TypeAlias = np.ndarray[Any, Any]

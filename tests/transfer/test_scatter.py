@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt import limits
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, PeerError, StorageError
+from cas_ckpt.memory import ALIGN_BYTES, aligned
 from cas_ckpt.objects.spec import Box, Delivery, Placement
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
@@ -22,7 +23,7 @@ from cas_ckpt.storage.probe import NO_TOKEN, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer import scatter, sources
 from cas_ckpt.transfer.hashing import stretches
-from cas_ckpt.transfer.rounds import ALIGN_BYTES, Incoming, Streams, TargetTensor, aligned, cut_rounds, quota_bytes
+from cas_ckpt.transfer.rounds import Incoming, Streams, TargetTensor, cut_rounds, quota_bytes
 from cas_ckpt.transfer.scatter import Neighbourhood, unpack_pointers
 from tests.builders import numbers
 from tests.far import FarStore

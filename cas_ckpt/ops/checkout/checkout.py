@@ -39,7 +39,7 @@ import numpy as np
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import CachedReads
-from cas_ckpt.core.tree import decode_values, python_gc_paused, stored_tensors
+from cas_ckpt.core.tree import decode_values, stored_tensors
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -50,7 +50,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.memory import check_memory, limits, memory_budget
+from cas_ckpt.memory import check_memory, limits, memory_budget, python_gc_paused
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import TensorEntry, checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, raw_dtype, unpack_placement

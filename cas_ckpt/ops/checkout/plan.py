@@ -26,7 +26,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import load_tree, python_gc_paused
+from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, plans, usage
 from cas_ckpt.index.plans import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
@@ -42,6 +42,7 @@ from cas_ckpt.layout.plan_summary import (
 )
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.target_layout import MAX_RANKS, PLANNER_VERSION, TargetLayout, check_splits, wants_id
+from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import compile_pattern
 from cas_ckpt.objects.spec import Spec, Split

@@ -24,8 +24,8 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Published, publish_commit
 from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
-from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import ConflictError, PeerError
+from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.layouts import layout_node
 from cas_ckpt.objects.nodes import CommitObject

@@ -41,7 +41,7 @@ from cas_ckpt.objects.layouts import compose_layout
 from cas_ckpt.objects.nodes import Node, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.spec import Box, Placement
+from cas_ckpt.objects.spec import Box, Placement, as_raw
 from cas_ckpt.objects.state import RANKS, ArraySource, Container, Flavor, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
@@ -52,7 +52,6 @@ from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.parallel.peers import Peers, named
 from cas_ckpt.parallel.workers import default_threads, thread_count
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.hashing import as_raw
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.save import TensorWork
 

@@ -18,9 +18,8 @@ from functools import partial
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
-from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import PeerError
-from cas_ckpt.memory import check_memory, current_limits, memory_budget
+from cas_ckpt.memory import check_memory, current_limits, memory_budget, python_gc_paused
 from cas_ckpt.objects.codec import known_policy
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import INLINE_BYTES, Node

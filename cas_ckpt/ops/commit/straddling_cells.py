@@ -26,16 +26,16 @@ from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InternalError
 from cas_ckpt.layout.grid import range_boxes
 from cas_ckpt.layout.save_plan import SavePlan, StraddlingCell
+from cas_ckpt.memory import aligned
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.spec import Box, as_raw, raw_dtype
 from cas_ckpt.objects.state import saved
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.hashing import Array, as_raw
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.save import Buffers, Claims, TensorWork
 
 _KNOWN, _NEW = b"\0", b"\1"

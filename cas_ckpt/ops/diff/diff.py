@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import known_commit, naming_forgotten, python_gc_paused
+from cas_ckpt.core.tree import known_commit, naming_forgotten
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import open_tree
 from cas_ckpt.objects.patterns import KeyPatterns

@@ -30,7 +30,6 @@ from types import MappingProxyType
 from cas_ckpt import clock
 from cas_ckpt.core.packs import WHOLE_BYTES, hints_problem, pack_batches, read_directory
 from cas_ckpt.core.records import NodeRows
-from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.core.units import PackShard, parse_part, parse_share, parse_size
 from cas_ckpt.errors import (
     CkptError,
@@ -46,6 +45,7 @@ from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UNKNOWN, Scrub
 from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo, PackKind, is_pack

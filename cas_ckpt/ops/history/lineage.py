@@ -31,11 +31,10 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index import entries, history, usage
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.nodes import INLINE_BYTES, LineageEdge
-from cas_ckpt.objects.spec import Spec, grid_for
+from cas_ckpt.objects.spec import Spec, as_raw, grid_for
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.history.log import start_of_log
-from cas_ckpt.transfer.hashing import as_raw
 
 
 @dataclass(frozen=True, slots=True)

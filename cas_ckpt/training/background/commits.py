@@ -22,9 +22,8 @@ from typing import Any, Protocol
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
-from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.held_signals import Turn
-from cas_ckpt.memory import available_bytes, inheriting
+from cas_ckpt.memory import available_bytes, inheriting, python_gc_paused
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box

@@ -25,8 +25,9 @@ import numpy as np
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.layout.holdings import held_by
+from cas_ckpt.memory import aligned
 from cas_ckpt.objects.nodes import INLINE_BYTES
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Spec, as_raw
 from cas_ckpt.objects.state import (
     PLAIN_NAME,
     ArraySource,
@@ -40,8 +41,6 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.training.background.changes import Watch, Watched
-from cas_ckpt.transfer.hashing import as_raw
-from cas_ckpt.transfer.rounds import aligned
 from cas_ckpt.transfer.staging import Arena, Copy, StagingPool, copy_all, elements_of, new_copy
 
 Array: TypeAlias = np.ndarray[Any, Any]

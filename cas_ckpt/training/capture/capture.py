@@ -219,7 +219,7 @@ class _Capture:
         self.num_fixed += 1
         if not is_array(array):
             raise refusal(path, f"numpy subclass {type(array).__name__}", "store numpy.asarray(it) and what it loses")
-        return array_item(array, key=render_key(path))
+        return array_item(array, path)
 
 
 def check_name(name: Any, path: Path) -> Name:

@@ -211,6 +211,11 @@ def _host_like(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(view.shape, dtype=dtype, device="cpu", pin_memory=view.device.type == "cuda")
 
 
+@lru_cache(maxsize=4096)
+def _chars(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * num_bytes
+
+
 @dataclass(slots=True)
 class HostTensor:
     """Elements of a tensor in host memory, as a source and as a target: views."""
@@ -230,7 +235,7 @@ class HostTensor:
         """A call for each of a hundred thousand small tensors, not four and an array."""
         tensor = self.tensor
         if tensor.is_contiguous():
-            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+            return _chars(tensor.nbytes).from_address(tensor.data_ptr()).raw
         return host_bits(tensor).tobytes()
 
     def fill(self, data: bytes) -> bool:
@@ -512,6 +517,10 @@ class ArrayView:
 
     open = read
 
+    def to_bytes(self) -> bytes:
+        """See `whole_bytes`."""
+        return self.bits.tobytes()
+
     def done(self, box: Box, array: Array) -> None:
         """The bytes are in place already."""
 
@@ -527,33 +536,40 @@ def view_of(array: Array) -> ArrayView:
     return ArrayView(plain.view(raw_dtype(array.itemsize)))
 
 
-def array_item(array: Array, *, key: str) -> TensorItem | Container:
+def array_item(array: Array, path: Path) -> TensorItem | Container:
     """An array as an item; an array with fields as a container "structured".
 
     Raises:
         UnsupportedValueError: object arrays and dtypes that have no name on disk.
     """
-    descr = None if array.dtype.names is None else _descr(array.dtype, key)
+    descr = None if array.dtype.names is None else _descr(array.dtype, path)
     # The version in the identity is None: numpy counts none, an array is never known to be unchanged.
     region = region_of_array(array)
-    item = TensorItem(elements_spec(array, key=key), view_of(array), Flavor.NUMPY, region and (region, None))
+    item = TensorItem(elements_spec(array, path), view_of(array), Flavor.NUMPY, region and (region, None))
     return item if descr is None else Container("structured", {"items": item}, {"descr": descr})
 
 
-def elements_spec(array: Array, *, key: str) -> Spec:
+def elements_spec(array: Array, path: Path) -> Spec:
     """The spec of the array's elements, e.g. of "float32" or "np:<M8[ns]"; with fields, each is so many bytes."""
-    if array.dtype.names is not None:
-        return Spec(f"{NUMPY_PREFIX}|V{array.itemsize}", array.shape)
-    dtype = array.dtype
+    name = _elements_name(array.dtype)
+    if name is None:
+        raise UnsupportedValueError(
+            f"{render_key(path)}: a numpy array of dtype {array.dtype} has no bytes to store: convert it to a numeric "
+            "or string dtype"
+        )
+    return shared_spec(name, array.shape)
+
+
+@lru_cache(maxsize=256)
+def _elements_name(dtype: np.dtype[Any]) -> str | None:
+    """The name of such elements in specs; None: they have no bytes to store."""
+    if dtype.names is not None:
+        return f"{NUMPY_PREFIX}|V{dtype.itemsize}"
     name = _NAMES.get(dtype.str)
-    if name is None or dtype != name:
-        is_void = dtype.kind == "V" and dtype.type is np.void
-        if dtype.hasobject or not dtype.itemsize or not (is_void or dtype.kind in _PLAIN_KINDS):
-            raise UnsupportedValueError(
-                f"{key}: a numpy array of dtype {dtype} has no bytes to store: convert it to a numeric or string dtype"
-            )
-        name = NUMPY_PREFIX + dtype.str
-    return Spec(name, array.shape)
+    if name is not None and dtype == name:
+        return name
+    is_plain = dtype.kind in _PLAIN_KINDS or (dtype.kind == "V" and dtype.type is np.void)
+    return NUMPY_PREFIX + dtype.str if is_plain and dtype.itemsize and not dtype.hasobject else None
 
 
 def region_of_array(array: Array) -> tuple[Any, ...] | None:
@@ -563,11 +579,11 @@ def region_of_array(array: Array) -> tuple[Any, ...] | None:
     return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
 
 
-def _descr(dtype: np.dtype[Any], key: str) -> Any:
+def _descr(dtype: np.dtype[Any], path: Path) -> Any:
     """A plain value from which numpy makes `dtype` again."""
     if dtype.hasobject or not dtype.itemsize:
         raise UnsupportedValueError(
-            f"{key}: a structured array of {dtype} has no bytes to store: drop its object fields"
+            f"{render_key(path)}: a structured array of {dtype} has no bytes to store: drop its object fields"
         )
     try:
         descr = npy_format.dtype_to_descr(dtype)
@@ -576,7 +592,7 @@ def _descr(dtype: np.dtype[Any], key: str) -> Any:
     except (ValueError, TypeError):
         pass  # numpy has no description of it: refused below, like one that does not give the same dtype again
     raise UnsupportedValueError(
-        f"{key}: numpy cannot describe the dtype {dtype}: copy the fields into arrays of their own"
+        f"{render_key(path)}: numpy cannot describe the dtype {dtype}: copy the fields into arrays of their own"
     )
 
 

@@ -325,7 +325,7 @@ class RestoreDraft:
             stored = item.children.get("items", item) if same_fields(array, item.attrs) else item
         if not isinstance(stored, StoredTensor):
             self.faults.append(f"{key}: the target is an array of {array.dtype}, the commit holds {describe(item)}")
-        elif (found := elements_spec(array, key=key)) != stored.spec:
+        elif (found := elements_spec(array, path)) != stored.spec:
             self._note_other_spec(found, stored, path)
         elif may_fill_array(array):
             self._fill(path, stored, view_of(array), region_of_array(array), memories=memory_of_array(array))

@@ -136,10 +136,14 @@ def memory_of_array(array: Array) -> tuple[Memory, ...]:
     """The memory of an array; nothing for one without elements."""
     if not array.size:
         return ()
-    reading = (array.dtype.name if array.dtype.isnative else array.dtype.str, False, False)
-    layout = _layout(array.shape, array.strides, array.itemsize, reading)
+    layout = _layout(array.shape, array.strides, array.itemsize, _reading_of_array(array.dtype))
     low = array.__array_interface__["data"][0] - layout.before
     return (Memory("cpu", low, low + layout.extent, layout),)
+
+
+@lru_cache(maxsize=256)
+def _reading_of_array(dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    return dtype.name if dtype.isnative else dtype.str, False, False
 
 
 def overlapping(memories: Sequence[Memory]) -> Iterator[Pair]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cas_ckpt import PerRank, Repository
-from cas_ckpt.core.tree import python_gc_paused
+from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.training.background import commits
 from tests.ranks import results, run_processes

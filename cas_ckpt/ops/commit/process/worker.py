@@ -29,7 +29,7 @@ from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import CkptError, InternalError, InvalidInputError, PeerError, WorkerError
 from cas_ckpt.memory import current_limits
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, as_raw
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.agree import Made, Outcome, broadcast_outcome, made_message, outcome_not_received, read_outcome
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -51,7 +51,7 @@ from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess, unpacked_e
 from cas_ckpt.parallel.peers import SOLO, Peers, report_instead
 from cas_ckpt.parallel.workers import core_of_main_thread
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.transfer.hashing import SummingSource, as_raw
+from cas_ckpt.transfer.hashing import SummingSource
 from cas_ckpt.transfer.staging import Arena
 
 _LOGGER = logging.getLogger("cas_ckpt")
