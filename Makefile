@@ -4,7 +4,7 @@
 #   make test    the test suite            make check   ruff, mypy --strict, import contracts
 #   make test-fast  the rooms below the verbs, without what is slow: about two minutes
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
-#   make search  the long searches with all their numbers, of which `make test` tries a part
+#   make search  the searches with all their numbers, of which `make test` tries a part
 #   make soak    tests that take minutes: a simulated year, a hundred thousand schedules
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 #   make newest  the test suite with a newer torch than that of `make test`
@@ -19,8 +19,8 @@ JOBS ?= 3
 # What `make test-fast` runs: the rooms that all others rest on.
 FAST := $(addprefix tests/,objects layout storage transfer index core repository)
 
-# What `make search` runs: what asks tests/searches.py how often to try.
-SEARCHED := $(shell grep -rl --include=test_*.py 'tests.searches import' tests)
+# What `make search` runs: what hypothesis searches, or asks tests/searches.py how often to try.
+SEARCHED := $(shell grep -rlE --include=test_*.py '(tests.searches|hypothesis[a-z.]*) import' tests)
 
 # What `make test-pure` runs: who hashes, reads verified, copies or sums by way of cas_ckpt/native.py, each once.
 PURE := $(addprefix tests/,native golden training/device training/test_restore.py training/test_frozen.py)

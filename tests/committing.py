@@ -11,6 +11,7 @@ from cas_ckpt import limits
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.objects.state import Container, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
@@ -33,14 +34,17 @@ def on(store: Store, **options: Any) -> RepositoryHandle:
     return RepositoryHandle.on_store(store, index_url=":memory:", **options)
 
 
-def together(store: Store, size: int, state: Callable[[int], Container], **request: Any) -> list[Any]:
-    """What every rank gets, its error included, when it commits `state(rank)` on a handle of its own."""
+def together(
+    store: Store, size: int, state: Callable[[int], Container], *,
+    outcomes: bool = True, timeout_s: float = TIMEOUT_S, **request: Any,
+) -> list[Any]:  # fmt: skip
+    """What every rank gets when it commits `state(rank)` on a handle of its own; `outcomes`: its error included."""
 
-    def work(peers: Peers) -> Any:
+    def work(peers: Peers) -> CommitInfo:
         with limits(num_threads=1):
             return commit_tree(on(store), state(peers.rank), CommitRequest(**request), peers=peers)
 
-    return run_ranks(size, work, timeout_s=TIMEOUT_S, outcomes=True)
+    return run_ranks(size, work, timeout_s=timeout_s, outcomes=outcomes)
 
 
 def first_fails_then_works(size: int, bad: Callable[[int], Container], **request: Any) -> list[tuple[Any, Any]]:

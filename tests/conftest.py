@@ -52,8 +52,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 quick_index.install()
 
-settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
-settings.register_profile("full", settings.get_profile("ci"))  # all numbers of tests/searches.py
+settings.register_profile("ci", max_examples=30, derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("full", settings.get_profile("ci"), max_examples=100)  # and all numbers of tests/searches.py
 settings.register_profile(
     "search", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

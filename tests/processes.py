@@ -145,6 +145,14 @@ class Forked:
         self.wait()
 
 
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended and was waited for, or is only waited for by somebody else."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def _ends(wanted: int | IO[Any] | None, *, to_process: bool, text: bool) -> tuple[IO[Any] | None, Connection | None]:
     """This side's file and the other side's end of one of the three streams."""
     if wanted is None:

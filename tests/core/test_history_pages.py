@@ -71,7 +71,6 @@ def as_cli(repo: Repository) -> list[CommitInfo]:
 # --- budgets ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_log_of_a_thousand_commits_takes_eight_requests_and_then_two(
     writer: RepositoryHandle, bucket: MemoryStore, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from cas_ckpt.ops.history.lineage import is_ancestor, merge_bases
 from cas_ckpt.ops.refs import create_branch
 from tests.builders import commit, new_repository
 from tests.index.building import STORE, commit_pack, digest
+from tests.searches import tries
 
 
 @st.composite
@@ -50,7 +51,7 @@ def test_a_merge_base_is_common_and_no_other_common_one_leads_to_it(
     assert CommitGraph(links).merge_bases(first, others) == sorted(best)
 
 
-@settings(max_examples=20)
+@settings(max_examples=tries(5, 20))
 @given(graphs())
 def test_where_two_lines_meet_is_what_the_graph_says(links: dict[bytes, CommitLinks]) -> None:
     names = {commit_digest(number): number for number in links}

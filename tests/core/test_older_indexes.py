@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -38,20 +39,26 @@ pytestmark = pytest.mark.slow
 NUM_COMMITS = 6
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    with closing(init_repository(tmp_path / "repo")) as handle:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("made") / "repo"
+    with closing(init_repository(place)) as handle:
         for step in range(NUM_COMMITS):
             small = {f"step {at}": at + step for at in range(300)}
             commit(handle, {"w": numbers(900, 2000, seed=step), "b": numbers(3, seed=1), "more": small})
             odd = {"w": numbers(40, 40, seed=step), "a\0b": "x", "long": "y" * 40}
             commit(handle, odd, branch="side", meta={"step": step}, provenance=True)
-    return tmp_path / "repo"
+    return place
 
 
 @pytest.fixture
-def wanted(path: Path) -> dict[str, set[tuple[Any, ...]]]:
-    with closing(RepositoryHandle.open(path)) as handle:
+def path(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "repo")
+
+
+@pytest.fixture(scope="module")
+def wanted(made: Path) -> dict[str, set[tuple[Any, ...]]]:
+    with closing(RepositoryHandle.open(made)) as handle:
         found = said(handle.index)
     assert found["t_entries"] and found["t_tensors"] and found["t_raw_names"] and found["t_layouts"]
     return found

@@ -23,6 +23,7 @@ from cas_ckpt.objects.state import StoredTensor, TensorCopy, parse_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.training.capture.tensors import elements_of
+from tests.searches import tries
 from tests.wrapped_stores import CountingStore, FaultyStore, flip_bit
 
 STATE = {
@@ -67,7 +68,7 @@ def wanted(draw: st.DrawFn) -> tuple[str, Box]:
 
 
 @given(st.lists(wanted(), min_size=1, max_size=6))
-@settings(max_examples=20)
+@settings(max_examples=tries(5, 20))
 def test_every_box_gets_its_elements(place: Path, boxes: list[tuple[str, Box]]) -> None:
     with Repository.open(place) as repo:
         targets = [torch.zeros(box.sizes, dtype=STATE[key].dtype) for key, box in boxes]

@@ -49,6 +49,7 @@ from tests.index.tree_states import (
     states,
     tensor,
 )
+from tests.searches import tries
 
 _NUMBERS = count()
 
@@ -58,7 +59,7 @@ PIECES = st.sampled_from(
 PATTERNS = st.lists(PIECES, min_size=1, max_size=6).map("".join).filter(lambda pattern: pattern.count("*") < 4)
 """More of them take the regular expressions of Python long for names of thousands of characters."""
 
-MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=tries(10, 30), deadline=None, suppress_health_check=list(HealthCheck))
 """One index for all examples: states are added to what is there."""
 
 

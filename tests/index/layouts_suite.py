@@ -32,6 +32,7 @@ from cas_ckpt.objects.spec import Mesh
 from tests.divided import boxes_by_rank, mesh, over
 from tests.index.building import commit_row, digest, empty, extent
 from tests.objects.divisions import WORLD, divisions
+from tests.searches import tries
 
 NUM_TENSORS = 3402
 
@@ -71,7 +72,7 @@ def of_1024_ranks(*axes: str) -> LayoutObject:
 class LayoutTests:
     def test_a_layout_is_read_back_from_its_rows(self, index: Index) -> None:
         @given(st.lists(divisions, max_size=5))
-        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=tries(10, 25), deadline=None, suppress_health_check=list(HealthCheck))
         def check(given_ones: list[Division]) -> None:
             empty(index)
             keys = {f"key {at} ü": division for at, division in enumerate(given_ones)}

@@ -72,6 +72,7 @@ def test_an_empty_file_becomes_an_empty_index(tmp_path: Path) -> None:
         assert index.packs() == {}
 
 
+@pytest.mark.slow
 def test_flipped_bits_never_raise_anything_but_corruption(tmp_path: Path) -> None:
     whole = _filled(tmp_path / "whole.sqlite").read_bytes()
     place, chance, caught = tmp_path / "index.sqlite", random.Random(7), 0

@@ -157,6 +157,7 @@ def test_rows_that_come_quickly_end_in_time_as_well(index: Index, monkeypatch: p
         run_query(index, f"{NUMBERS}) SELECT n FROM r", {}, QueryLimits(1 << 40, 1 << 40, 0.3))
 
 
+@pytest.mark.slow
 def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: Path) -> None:
     """In a process of its own, so that its most memory is that of the query."""
     program = f"""
@@ -214,6 +215,7 @@ def test_ctrl_c_ends_a_query(index: Index, pressed: None, text: str) -> None:
     index.add_packs([commit_pack("b")])
 
 
+@pytest.mark.slow
 def test_a_signal_whose_handler_returns_lets_a_query_go_on(index: Index, pressed: None) -> None:
     came: list[object] = []
     signal.signal(signal.SIGINT, lambda *_: came.append(1))

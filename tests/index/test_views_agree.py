@@ -24,6 +24,7 @@ from tests.index.plans_suite import SHAPES, loads, plan
 from tests.index.restores_suite import restore
 from tests.index.views_suite import ask, filled, rows, with_everything
 from tests.objects.divisions import WORLD, divisions
+from tests.searches import tries
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,10 @@ def layouts() -> list[LayoutObject]:
     """Layouts of random divisions, and those that say less."""
     found: list[LayoutObject] = [LayoutObject(), LayoutObject(8, (("dp", 4),), {"b": ["@tp=2", "S(0)"], "d": []})]
 
-    @settings(max_examples=60, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=tries(20, 60), database=None, derandomize=True, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
     @given(st.dictionaries(st.one_of(st.text(max_size=4), st.sampled_from(NAMES)), divisions, max_size=6))
     def draw(held: dict[str, Division]) -> None:
         found.append(compose_layout(held, world_size=WORLD))

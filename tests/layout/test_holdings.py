@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Split, parse_split
+from tests.searches import tries
 
 
 def mesh_of(*shape: int, first: int = 0) -> Mesh:
@@ -45,7 +46,7 @@ def filled_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 @given(divided())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 def test_every_element_is_in_exactly_one_distinct_shard(case: tuple[tuple[int, ...], MeshPlacement]) -> None:
     shape, placement = case
     shards = holdings(shape, [placement])
@@ -53,7 +54,7 @@ def test_every_element_is_in_exactly_one_distinct_shard(case: tuple[tuple[int, .
 
 
 @given(divided())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 def test_the_pieces_of_a_shard_fill_its_local_tensor_in_order(case: tuple[tuple[int, ...], MeshPlacement]) -> None:
     shape, placement = case
     for shard in holdings(shape, [placement]):
@@ -64,7 +65,7 @@ def test_the_pieces_of_a_shard_fill_its_local_tensor_in_order(case: tuple[tuple[
 
 
 @given(divided())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 def test_replicas_are_named_and_a_rank_holds_one_shard_at_most(case: tuple[tuple[int, ...], MeshPlacement]) -> None:
     shape, placement = case
     shards = holdings(shape, [placement])
@@ -76,7 +77,7 @@ def test_replicas_are_named_and_a_rank_holds_one_shard_at_most(case: tuple[tuple
 
 
 @given(divided())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 def test_what_one_rank_holds_is_found_without_looking_at_the_others(
     case: tuple[tuple[int, ...], MeshPlacement],
 ) -> None:

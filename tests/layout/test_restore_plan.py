@@ -17,6 +17,7 @@ from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, pla
 from cas_ckpt.objects.digest import unpack_canonical
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split, grid_for
 from tests.layout.drawing import wants
+from tests.searches import tries
 
 
 def mesh(*shape: int) -> Mesh:
@@ -27,7 +28,7 @@ def held(shape: tuple[int, ...], over: Mesh, *splits: Split) -> tuple[Shard, ...
     return holdings(shape, [MeshPlacement(over, splits)])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=tries(20, 60))
 @given(wants())
 def test_every_element_of_every_shard_is_delivered_once(drawn: tuple[list[RestoreRequest], int]) -> None:
     wanted, world_size = drawn
@@ -47,7 +48,7 @@ def test_every_element_of_every_shard_is_delivered_once(drawn: tuple[list[Restor
             assert (received.get(number, np.zeros_like(expected)) == expected).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=tries(20, 60))
 @given(wants())
 def test_reads_and_receives_agree_and_nothing_is_read_twice(drawn: tuple[list[RestoreRequest], int]) -> None:
     wanted, world_size = drawn
@@ -72,7 +73,7 @@ def test_reads_and_receives_agree_and_nothing_is_read_twice(drawn: tuple[list[Re
     assert sorted(delivered, key=repr) == sorted(received, key=repr)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=tries(10, 40))
 @given(wants())
 def test_the_summary_counts_what_the_ranks_do(drawn: tuple[list[RestoreRequest], int]) -> None:
     wanted, world_size = drawn

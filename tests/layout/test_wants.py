@@ -15,6 +15,7 @@ from cas_ckpt.layout.target_layout import wants_id
 from cas_ckpt.objects.digest import Digest, leaf_digest
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Split
 from tests.layout.drawing import wants
+from tests.searches import tries
 
 Wanted = list[tuple[Digest, tuple[Shard, ...]]]
 
@@ -65,7 +66,7 @@ def test_another_planner_gives_another_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert wants_id(wanted, 1) != before
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=tries(10, 40))
 @given(wants(), st.randoms(use_true_random=False))
 def test_the_order_and_the_objects_do_not_matter(
     drawn: tuple[list[RestoreRequest], int], random: st.DataObject

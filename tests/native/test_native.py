@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt import native
+from tests.searches import tries
 
 OFF = os.environ.get("CAS_CKPT_NATIVE") == "0"
 if not OFF:
@@ -62,7 +64,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return array.transpose(draw(st.permutations(range(len(shape)))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(20, 60), deadline=None)
 @given(array=arrays(), leaf=st.integers(-1, 40) | st.sampled_from([1024, 2048, 5000, *HUGE]), spare=st.integers(-1, 2))
 def test_leaves_of_any_array_have_the_digests_of_their_bytes(
     array: np.ndarray[Any, Any], leaf: int, spare: int
@@ -80,7 +82,7 @@ def test_leaves_of_any_array_have_the_digests_of_their_bytes(
     assert found is ValueError or len(copies[0]) < len(data) or all(copy[: len(data)] == data for copy in copies)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tries(10, 40), deadline=None)
 @given(array=arrays(), words=st.integers(-1, 40) | st.sampled_from(HUGE[2:]))
 def test_words_of_any_array_have_the_same_sums(array: np.ndarray[Any, Any], words: int) -> None:
     found = answers(WORD_SUMS, array, words)
@@ -104,7 +106,7 @@ def boxes(draw: st.DrawFn) -> tuple[list[int], list[tuple[list[int], list[int]]]
     return cell, found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=tries(25, 80), deadline=None)
 @given(data=st.data(), drawn=boxes(), item=st.sampled_from([1, 2, 4, 8, 3, 16]))
 def test_leaves_are_read_verified_and_put_into_place_alike(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, drawn: Any, item: int
@@ -178,7 +180,7 @@ def test_a_target_that_must_not_be_written_to_is_refused_unchanged() -> None:
     assert fixed.tolist() == [0] * 8
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 @given(data=st.data())
 def test_numbers_that_cannot_be_are_refused_alike(data: st.DataObject) -> None:
     some = st.integers(0, 16) | st.sampled_from(HUGE)
@@ -193,10 +195,11 @@ def test_numbers_that_cannot_be_are_refused_alike(data: st.DataObject) -> None:
 @pytest.mark.parametrize("big", HUGE)
 def test_a_file_is_not_read_beyond_what_files_can_have(big: int) -> None:
     with Path(__file__).open("rb") as file:
-        for given in [(big, 0, 8, 8), (0, big, 8, 8), (0, 0, big, 8), (0, 0, big, big), (big, big, big, big)]:
-            for parts in ([], [np.zeros(16, "u1")], [(np.zeros(0, "u1"), (big,), (0,))]):
-                found = answers(READ_LEAVES, file.fileno(), *given, None, parts)
-                assert found in (1, ValueError, EOFError, OSError, MemoryError), (given, found)
+        targets: list[list[Any]] = [[], [np.zeros(16, "u1")], [(np.zeros(0, "u1"), (big,), (0,))]]
+        tried = itertools.product([(big, 0, 8, 8), (0, big, 8, 8), (0, 0, big, 8)], targets)
+        for given, parts in [*tried, ((big, big, big, big), [])]:  # the last one takes as much memory as it says
+            found = answers(READ_LEAVES, file.fileno(), *given, None, parts)
+            assert found in (1, ValueError, EOFError, OSError, MemoryError), (given, found)
 
 
 def test_elements_that_repeat_beyond_all_memory_are_an_error_and_no_crash() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.objects.spec import Box
+from tests.searches import tries
 
 
 @st.composite
@@ -27,7 +28,7 @@ def test_an_empty_box_and_a_single_element_are_covered_or_not() -> None:
 
 
 @given(boxes())
-@settings(max_examples=300)
+@settings(max_examples=tries(80, 300))
 def test_what_boxes_leave_is_every_other_element_once(case: tuple[Box, list[Box]]) -> None:
     whole, parts = case
     left = np.ones(whole.sizes, int)

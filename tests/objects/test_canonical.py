@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects import digest
 from cas_ckpt.objects.digest import MAX_DEPTH, pack_canonical, unpack_canonical
+from tests.searches import tries
 
 ATOMS = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -39,7 +40,7 @@ def test_the_order_of_keys_does_not_reach_the_bytes(obj: dict[Any, int], random:
 
 
 @given(OBJECTS, st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=tries(100, 400), deadline=None)
 def test_mutated_bytes_are_refused_or_are_the_form_of_another_object(obj: Any, data: Any) -> None:
     packed = bytearray(pack_canonical(obj))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -51,7 +52,7 @@ def test_mutated_bytes_are_refused_or_are_the_form_of_another_object(obj: Any, d
 @given(st.binary(max_size=40))
 @example(b"\xd6\xff\0\0\0\0")
 @example(b"\xc7\x0c\xff\xff\xff\xff\xff\0\0\0\0\0\0\0\0")
-@settings(max_examples=400)
+@settings(max_examples=tries(100, 400))
 def test_any_bytes_are_refused_or_are_the_form_of_an_object(data: bytes) -> None:
     assert_refused_or_canonical(data)
 

@@ -29,6 +29,7 @@ from cas_ckpt.objects.codec import (
     known_policy,
 )
 from tests.processes import PIPE, Forked
+from tests.searches import tries
 
 POLICIES = get_args(EncodingPolicy)
 RAW, AUTO, ZSTD, PLANES = POLICIES
@@ -64,7 +65,7 @@ EXTENTS = (
 
 
 @given(EXTENTS, st.sampled_from(POLICIES), ITEMS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=tries(100, 400), deadline=None)
 def test_any_extent_comes_back_under_every_policy(data: bytes, policy: EncodingPolicy, item_bytes: int) -> None:
     encoded = encode_extent(data, policy=policy, item_bytes=item_bytes)
     assert decoded(encoded, len(data)) == data
@@ -172,7 +173,7 @@ PAYLOADS = [
 
 
 @given(st.sampled_from(PAYLOADS), st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=tries(150, 600), deadline=None)
 def test_damaged_payloads_are_corrupt_or_decode_to_the_right_length(
     sample: tuple[Encoded, int], data: st.DataObject
 ) -> None:

@@ -26,6 +26,7 @@ from cas_ckpt.objects.nodes import make_node
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Split
 from tests.divided import mesh, over
 from tests.objects.divisions import SHAPE, WORLD, divisions
+from tests.searches import tries
 
 KEYS = [f"layers/{number}/weight" for number in range(6)]
 
@@ -40,7 +41,7 @@ def payload(layout: LayoutObject) -> dict[str, Any]:
 
 
 @given(st.lists(divisions, min_size=1, max_size=6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=tries(25, 80), deadline=None)
 def test_who_held_what_is_read_back_from_the_node(given_ones: list[Division]) -> None:
     layout = compose_layout(dict(zip(KEYS, given_ones, strict=False)), world_size=WORLD)
     assert decode_layout(layout_node(layout).data) == layout
@@ -52,7 +53,7 @@ def test_who_held_what_is_read_back_from_the_node(given_ones: list[Division]) ->
 
 
 @given(st.lists(divisions, min_size=1, max_size=6), st.randoms())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tries(10, 40), deadline=None)
 def test_the_bytes_do_not_depend_on_who_comes_first(given_ones: list[Division], draw: random.Random) -> None:
     pairs = list(zip(KEYS, given_ones, strict=False))
     wanted = layout_node(compose_layout(dict(pairs), world_size=WORLD)).data
@@ -221,7 +222,7 @@ def test_a_division_over_a_mesh_whose_ranks_are_not_said_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=tries(80, 300))
 def test_a_mutated_layout_raises_only_typed_errors(data: st.DataObject) -> None:
     raw = bytearray(changed())
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Name, render_key, render_name
+from tests.searches import tries
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def patterns_of(draw: st.DrawFn, key: str) -> str:
     return "".join(new or old for old, new in zip(key, draw(wild), strict=True)) + draw(st.sampled_from(["", "", "*"]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=tries(80, 300))
 @given(path=_PATHS, data=st.data())
 def test_containers_are_left_out_only_if_nothing_in_them_matches(path: list[Name], data: st.DataObject) -> None:
     key = render_key(tuple(path))

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.objects.values import EnumValue, Opaque, decode_value, encode_value, register_value_type
+from tests.searches import tries
 
 
 class Colour(enum.Enum):
@@ -100,7 +101,7 @@ VALUES = st.recursive(SCALARS, nested, max_leaves=20)
 
 
 @given(VALUES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 def test_any_value_comes_back_in_type_and_bits(value: Any) -> None:
     assert exactly(round_trip(value)) == exactly(value)
 

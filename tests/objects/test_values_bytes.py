@@ -25,6 +25,7 @@ from cas_ckpt.errors import CorruptionError, UnsupportedValueError, UnsupportedV
 from cas_ckpt.objects.digest import pack_canonical, pack_ext
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque, ValueCode, decode_value, encode_value
+from tests.searches import tries
 
 GOLDEN: list[tuple[Any, str]] = [
     (2**64, "c70901010000000000000000"),
@@ -90,7 +91,7 @@ def test_the_bytes_of_a_value_are_these_for_ever(value: Any, literal: str) -> No
 
 
 @given(st.sampled_from(GOLDEN), st.data())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=tries(380, 1500), deadline=None)
 def test_mutated_bytes_raise_only_typed_errors_or_have_one_form(golden: tuple[Any, str], data: Any) -> None:
     packed = bytearray.fromhex(golden[1])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -102,13 +103,13 @@ def test_mutated_bytes_raise_only_typed_errors_or_have_one_form(golden: tuple[An
 @given(st.sampled_from(list(ValueCode)), st.recursive(
     st.none() | st.integers() | st.text(max_size=5) | st.binary(max_size=5) | st.floats(),
     lambda inner: st.lists(inner, max_size=5), max_leaves=8))  # fmt: skip
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=tries(250, 1000), deadline=None)
 def test_any_payload_under_any_code_raises_only_typed_errors(code: int, payload: Any) -> None:
     assert_refused_or_canonical(pack_ext(code, encode_value(payload, key="k")))
 
 
 @given(st.sampled_from(list(ValueCode)), st.binary(max_size=12))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=tries(250, 1000), deadline=None)
 def test_any_bytes_under_any_code_raise_only_typed_errors(code: int, payload: bytes) -> None:
     assert_refused_or_canonical(pack_ext(code, payload))
 

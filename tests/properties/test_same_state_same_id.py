@@ -30,6 +30,7 @@ from tests.properties.states import (
     states,
     torch_tensor,
 )
+from tests.searches import tries
 
 _numbers = itertools.count()
 
@@ -122,7 +123,7 @@ class Rearranger:
 
 
 @given(state=states(), seed=st.integers(0, 10**6))
-@settings(max_examples=60)
+@settings(max_examples=tries(20, 60))
 def test_order_memory_and_ties_do_not_reach_the_root(state: dict[str, Any], seed: int) -> None:
     other = Rearranger(seed)(state)
     assert account(other) == account(state)
@@ -153,7 +154,7 @@ def test_a_matrix_of_several_chunks_is_the_same_in_every_layout() -> None:
     num_threads=st.integers(1, 4),
     earlier=st.none() | states(),
 )
-@settings(max_examples=40)
+@settings(max_examples=tries(10, 40))
 def test_encodings_packs_threads_and_history_do_not_reach_the_root(
     state: dict[str, Any], encoding: str, pack_bytes: int, num_threads: int, earlier: dict[str, Any] | None
 ) -> None:
@@ -173,7 +174,7 @@ def test_a_state_of_many_chunks_has_one_root_whatever_the_number_of_threads(tmp_
 
 def test_folders_and_memory_give_the_same_root(tmp_path: Path) -> None:
     @given(state=states())
-    @settings(max_examples=15)
+    @settings(max_examples=tries(5, 15))
     def check(state: dict[str, Any]) -> None:
         assert root_of(state, repo) == root_of(state)
 
@@ -183,7 +184,7 @@ def test_folders_and_memory_give_the_same_root(tmp_path: Path) -> None:
 
 def test_what_was_loaded_is_the_state_that_was_committed() -> None:
     @given(state=states())
-    @settings(max_examples=30)
+    @settings(max_examples=tries(10, 30))
     def check(state: dict[str, Any]) -> None:
         info = PLAIN.commit(state)
         assert root_of(PLAIN.load(info.id)) == info.root
@@ -284,7 +285,7 @@ def edited(value: Any, seed: int) -> Any:
 
 
 @given(state=states(), seed=st.integers(0, 10**6))
-@settings(max_examples=120)
+@settings(max_examples=tries(35, 120))
 def test_any_edit_changes_the_root(state: dict[str, Any], seed: int) -> None:
     other = {**state, "x": edited(state.get("x", 0), seed)}
     if account(other) != account(state):  # an edit of a NaN's repr, say, may come out the same
@@ -332,7 +333,7 @@ def test_every_element_of_an_array_counts(dtype: str) -> None:
 
 
 @given(position=st.integers(0, 4 * LARGE[0] * LARGE[1] - 1), bit=st.integers(0, 7))
-@settings(max_examples=25)
+@settings(max_examples=tries(10, 25))
 def test_every_bit_of_a_large_tensor_counts(position: int, bit: int) -> None:
     tensor = torch_tensor(torch.float32, LARGE, 1)
     before = root_of({"w": tensor})

@@ -14,6 +14,7 @@ from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.searches import tries
 
 BRANCHES = ("main", "ft")
 
@@ -67,7 +68,7 @@ def require_agreement(sides: dict[str, Repository]) -> None:
         assert repo.fsck().ok
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tries(10, 25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(step, min_size=4, max_size=14))
 def test_both_sides_agree_after_any_story(story: list[tuple[object, ...]]) -> None:
     with TemporaryDirectory() as folder:

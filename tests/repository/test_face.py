@@ -39,6 +39,7 @@ def train(state: dict[str, Any]) -> None:
     state["progress"]["step"] += 1
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_checkout_as_if_nothing_had_happened(tmp_path: Path) -> None:
     state = training()
     with Repository.init(tmp_path / "repo") as repo:
@@ -303,6 +304,7 @@ def test_every_method_says_what_it_does() -> None:
     assert all(getattr(Repository, name).__doc__ for name in dir(Repository) if not name.startswith("_"))
 
 
+@pytest.mark.slow
 def test_the_log_is_read_without_torch(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit({"x": 1}, message="one")
@@ -318,6 +320,7 @@ def test_the_log_is_read_without_torch(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+@pytest.mark.slow
 def test_a_first_checkout_imports_nothing_that_the_opening_has_not(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit({"model": torch.nn.Linear(4, 4), "rows": torch.rand(300, 70), "text": "x" * 5000})

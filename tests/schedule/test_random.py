@@ -21,7 +21,7 @@ from tests.searches import tries
 
 pytestmark = pytest.mark.slow
 
-NUM_QUICK, NUM_QUICK_SQL, NUM_QUICK_FAR = tries(400, 1500), tries(6, 20), tries(60, 200)
+NUM_QUICK, NUM_QUICK_SQL, NUM_QUICK_FAR = tries(200, 1500), tries(4, 20), tries(30, 200)
 NUM_SOAK, NUM_SOAK_SQL = 100_000, 2000
 
 

@@ -17,6 +17,7 @@ from cas_ckpt.storage import file
 from cas_ckpt.storage.disk import Descriptor, Temporary, TemporaryFolder
 from cas_ckpt.storage.file import STRAIGHT_BYTES, DirectChoice, FileStore, FileWriter
 from cas_ckpt.testing.store_values import noise
+from tests.searches import tries
 
 SIZES = st.sampled_from(
     [0, 1, 100, 4095, 4096, 4097, 8192, 20_000, 65_536, 300_000, STRAIGHT_BYTES, STRAIGHT_BYTES + 5]
@@ -43,7 +44,7 @@ def written(root: Path, pieces: list[memoryview], *, choice: DirectChoice, buffe
     return path.read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(20, 60), deadline=None)
 @given(
     cuts=st.lists(st.tuples(SIZES, st.sampled_from([0, 1, 64, 4096])), max_size=6),
     allowed=st.booleans(),

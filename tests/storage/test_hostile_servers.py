@@ -316,6 +316,7 @@ def test_what_is_no_answer_at_all_is_an_error(opened: Opened, answer: bytes) -> 
             assert isinstance(refused(call), StorageError)
 
 
+@pytest.mark.slow
 def test_a_packed_answer_that_unfolds_to_gigabytes_is_dropped(opened: Opened) -> None:
     bomb = gzip.compress(b" " * (256 << 20), 1)
     told = head(Content_Encoding="gzip", Content_Length=len(bomb), Content_Type="application/json")
@@ -324,6 +325,7 @@ def test_a_packed_answer_that_unfolds_to_gigabytes_is_dropped(opened: Opened) ->
         assert peak_bytes(lambda: refused(lambda: list(store.list("")))) < 160 << 20
 
 
+@pytest.mark.slow
 def test_xml_that_unfolds_to_gigabytes_is_an_error() -> None:
     entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10}">' for n in range(1, 12))
     body = (

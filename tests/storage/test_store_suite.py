@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
+
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import Outcome, run_store_checks
 from cas_ckpt.testing.store_suite import check_names
@@ -14,6 +16,7 @@ class ListsOnePage(MemoryStore):
         return iter(list(super().list(prefix))[:1000])
 
 
+@pytest.mark.slow
 def test_the_checks_run_on_a_store_in_use_and_leave_its_keys_alone() -> None:
     store = MemoryStore()
     store.put("conformance-of-mine", b"x")
@@ -29,6 +32,7 @@ def test_the_checks_run_on_a_store_in_use_and_leave_its_keys_alone() -> None:
     assert list(store.list("")) == [("conformance-of-mine", 1)]
 
 
+@pytest.mark.slow
 def test_a_broken_store_is_told_rule_by_rule() -> None:
     failed = {result.name: result.detail for result in run_store_checks(ListsOnePage()) if not result.ok}
     assert list(failed) == ["a long listing is complete"]

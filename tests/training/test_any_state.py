@@ -14,6 +14,7 @@ from cas_ckpt.errors import CkptError
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.restore import plan_restore
 from cas_ckpt.training.stateful import StateDict
+from tests.searches import tries
 from tests.training.roundtrip import canonical, checkout, commit, fetch, load, same_state
 
 LEAVES = st.one_of(
@@ -62,13 +63,13 @@ def like(value: Any) -> Any:
 
 
 @given(PLAIN_STATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 def test_any_state_is_made_anew(state: dict[str, Any]) -> None:
     assert same_state(load(commit(state)), state)
 
 
 @given(STATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 def test_any_state_is_restored_in_place(state: dict[str, Any]) -> None:
     target = like(state)
     checkout(commit(state), target)
@@ -76,7 +77,7 @@ def test_any_state_is_restored_in_place(state: dict[str, Any]) -> None:
 
 
 @given(STATES, STATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 def test_a_restore_into_another_state_works_whole_or_touches_nothing(
     source: dict[str, Any], target: dict[str, Any]
 ) -> None:

@@ -23,7 +23,7 @@ from cas_ckpt.errors import ConflictError, InternalError, InvalidInputError, Sto
 from cas_ckpt.parallel import child_process
 from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess
 from tests.no_threads import no_thread_can_be_started
-from tests.processes import PIPE, Forked
+from tests.processes import PIPE, Forked, is_gone
 from tests.transfer.child_work import ENTRY, do_open_terminal, parent_of_one
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -40,14 +40,6 @@ def child() -> Iterator[ChildProcess]:
 
 def run(child: ChildProcess, *work: Any, answer: Any = None, note: Any = None) -> Any:
     return child.run(list(work), answer=answer or (lambda *_: None), note=note or (lambda *_: None))
-
-
-def is_gone(pid: int) -> bool:
-    """Whether the process has ended and was waited for, or is only waited for by somebody else."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def wait_until_gone(pid: int) -> None:
@@ -324,6 +316,7 @@ def test_a_fork_of_the_parent_leaves_the_child_alone(child: ChildProcess) -> Non
     assert run(child, "ask", 1, answer=lambda *_: 2) == 2
 
 
+@pytest.mark.slow
 def test_the_program_of_the_parent_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -146,6 +146,7 @@ def test_what_nobody_has_seen_yet_is_filled_without_a_temporary_file(
     one.check()
 
 
+@pytest.mark.slow
 def test_damage_of_any_byte_is_found_before_a_target_is_touched(stored: tuple[MemoryStore, str]) -> None:
     places = [
         (key, place)

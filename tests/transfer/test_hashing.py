@@ -13,6 +13,7 @@ from cas_ckpt import native
 from cas_ckpt.objects.digest import leaf_digest
 from cas_ckpt.objects.spec import Grid, Spec, grid_for
 from tests.builders import numbers
+from tests.searches import tries
 
 
 def plain_digests(array: np.ndarray[Any, Any], grid: Grid) -> list[list[bytes]]:
@@ -59,7 +60,7 @@ def test_views_have_the_digests_of_their_elements(view: str) -> None:
     assert hashed(array, grid) == plain_digests(array, grid)
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(20, 60))
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
 def test_any_grid_of_any_small_shape_is_hashed_by_the_definition(shape: list[int], data: st.DataObject) -> None:
     cell = tuple(data.draw(st.integers(1, size)) for size in shape)

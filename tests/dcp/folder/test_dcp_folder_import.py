@@ -38,6 +38,7 @@ from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.verbs import load_state
 from tests.dcp.folder.dcp_folders import save_boxes, save_by_ranks, save_folder, training_state
 from tests.ops.files.import_files import import_file
+from tests.searches import tries
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_chunks_that_follow_no_rule(repo: RepositoryHandle, tmp_path: Path, seed
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.integers(0, 2**32), st.integers(0, 4))
-@settings(max_examples=150)
+@settings(max_examples=tries(45, 150))
 def test_a_partition_is_a_cover_and_nothing_else_is(shape: list[int], seed: int, depth: int) -> None:
     rng = random.Random(seed)
     whole = Box((0,) * len(shape), tuple(shape))

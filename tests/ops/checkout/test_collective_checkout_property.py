@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Split
 from tests.builders import numbers
 from tests.ops.checkout.rank_targets import Saved, restore, saved, saved_beside
+from tests.searches import tries
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def placements(draw: st.DrawFn, size: int, shape: tuple[int, ...]) -> Placement 
     return MeshPlacement(Mesh(("a", "b"), (first, second), tuple(ranks[: first * second])), tuple(splits))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(10, 40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_whatever_is_divided_over_whatever_mesh_arrives(state: Saved, case: tuple[int, dict[str, Any]]) -> None:
     size, tensors = case

@@ -19,6 +19,7 @@ from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.ops.checkout.checkout import Part, part_of, read_array
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers, same_bytes
+from tests.searches import tries
 from tests.wrapped_stores import CountingStore
 
 
@@ -34,7 +35,7 @@ SHARED = init_repository("memory://")
 STORED = [stored(SHARED, array) for array in ARRAYS]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=tries(35, 120), deadline=None)
 @given(st.integers(0, len(ARRAYS) - 1), st.data())
 def test_any_region_equals_the_slice_of_the_whole(number: int, data: st.DataObject) -> None:
     array = ARRAYS[number]
@@ -75,7 +76,7 @@ def test_only_a_damaged_leaf_that_is_touched_is_refused(tmp_path: Path) -> None:
 INDEX = st.one_of(st.integers(-12, 12), st.slices(9).map(lambda given: slice(given.start, given.stop)), st.just(...))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 @given(st.lists(INDEX, max_size=4).map(tuple), st.sampled_from([(9, 9), (6, 3, 7), (12,), ()]))
 def test_a_region_means_what_the_same_index_means_in_numpy(index: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     array = numbers(*shape) if shape else np.array(5.0)

@@ -25,6 +25,7 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
 from tests.builders import commit, new_repository, numbers, same_bytes, state, stored_arrays, tensor
+from tests.searches import tries
 
 STATE = {
     "model": {"w": numbers(600, 2048), "b": numbers(700), "tiny": numbers(3)},
@@ -58,7 +59,7 @@ def test_what_is_committed_comes_back_bit_for_bit(repo: RepositoryHandle) -> Non
     assert (info.message, info.step, info.metrics) == ("first", 3, {"loss": 1.5})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=tries(10, 30), deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=8), ANY_ARRAY, max_size=5))
 def test_any_arrays_come_back_bit_for_bit(arrays: dict[str, Any]) -> None:
     repo = init_repository("memory://")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,17 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.parallel.peers import Peers
-from cas_ckpt.storage.store import Store
+from tests import committing
 from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays
 from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of
+from tests.searches import tries
 from tests.thread_peers import run_ranks
 
 Placements = dict[str, Placement]
 
 
-def together(
-    store: Store, size: int, state: Callable[[int], Container], *, outcomes: bool = False, **request: Any
-) -> list[Any]:
-    """Every rank commits what `state(rank)` gives, on a handle of its own."""
-
-    def work(peers: Peers) -> CommitInfo:
-        with limits(num_threads=1):
-            return commit_tree(on(store), state(peers.rank), CommitRequest(**request), peers=peers)
-
-    return run_ranks(size, work, timeout_s=20, outcomes=outcomes)
-
+together = partial(committing.together, outcomes=False, timeout_s=20)
 
 ITEMS = {
     "model": {
@@ -348,7 +340,7 @@ def divisions(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], int, Placement]:
     return array, int(np.prod(ranks)), over(mesh(*ranks), *splits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(20, 60), deadline=None)
 @given(divisions())
 def test_the_same_state_has_the_same_root_and_chunks_under_any_mesh(case: tuple[Any, int, Placement]) -> None:
     array, size, placement = case

@@ -63,6 +63,7 @@ from tests.committing import new_store, on
 from tests.crash.citizen import EAGER
 from tests.divided import divided, mesh, over
 from tests.ops.commit.worker_entries import MODULE
+from tests.searches import tries
 from tests.signing.keys import key_file, public_line
 from tests.thread_peers import run_ranks
 
@@ -118,7 +119,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CommitWor
     there.close()
 
 
-@settings(max_examples=30)
+@settings(max_examples=tries(10, 30))
 @given(items=st.dictionaries(st.text(max_size=5), ITEMS, max_size=4))
 def test_the_same_state_has_the_same_id(beside: tuple[CommitWorker, RepositoryHandle], items: dict[str, Any]) -> None:
     commits, here = beside

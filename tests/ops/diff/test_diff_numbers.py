@@ -25,6 +25,7 @@ from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.ops.diff.numbers import measure, widening
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory, commit, new_repository, numbers, tensor
+from tests.searches import tries
 from tests.wrapped_stores import CountingStore
 
 WITHOUT_NUMBERS = sorted(
@@ -114,7 +115,7 @@ def arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 @given(arrays())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(80, 300), deadline=None)
 def test_sums_over_blocks_are_what_numpy_says_of_the_whole(pair: tuple[np.ndarray[Any, Any], ...]) -> None:
     before, after = pair
     with pytest.MonkeyPatch.context() as patch:

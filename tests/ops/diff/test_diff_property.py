@@ -38,6 +38,7 @@ from cas_ckpt.ops.diff.answer import Change, Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory, numbers, publish_nodes, tensor
+from tests.searches import tries
 from tests.wrapped_stores import CountingStore
 
 LEAVES: list[Item] = [
@@ -175,7 +176,7 @@ def repo() -> Iterator[RepositoryHandle]:
 
 
 @given(pairs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 def test_a_diff_is_what_comparing_the_loaded_states_gives(
     repo: RepositoryHandle, states: tuple[Container, Container]
 ) -> None:
@@ -230,7 +231,7 @@ LENGTHS = st.sampled_from([2, 3, 255, 256, 257, 511, 513, 600])
 
 @example([(600, 600, [0, 300, 599])])
 @given(st.lists(st.tuples(LENGTHS, LENGTHS, st.lists(st.integers(0, 599), max_size=6)), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tries(10, 40), deadline=None)
 def test_the_chunks_that_changed_are_those_whose_ids_differ(
     repo: RepositoryHandle, cases: list[tuple[int, int, list[int]]]
 ) -> None:

@@ -34,6 +34,7 @@ from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.verbs import load_state
 from tests.builders import new_repository
 from tests.ops.files.import_files import assert_refused, container_id, import_file, try_import, write_index
+from tests.searches import tries
 
 
 @pytest.fixture
@@ -439,7 +440,7 @@ def seed_file() -> bytes:
 SEED = seed_file()
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(45, 150))
 @given(st.integers(0, len(SEED) - 1), st.binary(min_size=1, max_size=3))
 def test_any_bytes_in_a_good_file_are_refused_or_imported(
     tmp_path_factory: pytest.TempPathFactory, at: int, patch: bytes

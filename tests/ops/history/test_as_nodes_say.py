@@ -513,7 +513,7 @@ def _compare(handle: RepositoryHandle, seed: int) -> None:
     with Repository(handle, group=None) as repo:
         grow(repo, maker, states, 6)
         check(repo, r)
-        for _ in range(2):
+        for _ in range(tries(1, 2)):
             grow(repo, maker, states, 3)
             _rename_and_forget(repo, r)
             check(repo, r)

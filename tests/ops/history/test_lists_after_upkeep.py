@@ -17,6 +17,7 @@ from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.objects.digest import Digest
 from tests.index.tree_states import listed
 from tests.properties.states import states
+from tests.searches import tries
 
 _NUMBERS = count()
 
@@ -26,7 +27,7 @@ def by_nodes(handle: RepositoryHandle, root: str) -> list[ListedEntry]:
     return listed(load_tree(handle, Digest(bytes.fromhex(root))))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tries(10, 25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=states())
 def test_any_training_state_is_listed_as_its_nodes_say(state: dict[str, Any]) -> None:
     with warnings.catch_warnings():

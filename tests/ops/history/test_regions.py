@@ -16,6 +16,7 @@ from cas_ckpt.objects.spec import Box, BoxPlacement, Grid
 from cas_ckpt.ops.history.shards import HeldRegion, held_regions, most_pieces
 from tests.divided import mesh, over
 from tests.objects.divisions import SHAPE, WORLD, divisions
+from tests.searches import tries
 
 GRID = Grid(SHAPE, (5, 3), 4)
 
@@ -40,7 +41,7 @@ def parts_in_cells(division: Division) -> dict[int, dict[int, set[Box]]]:
 
 
 @given(divisions)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 def test_every_rank_holds_what_its_placement_says_and_no_more(division: Division) -> None:
     regions = held_regions(SHAPE, GRID, division)
     held = sorted(
@@ -52,7 +53,7 @@ def test_every_rank_holds_what_its_placement_says_and_no_more(division: Division
 
 
 @given(divisions)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(45, 150), deadline=None)
 def test_who_shared_a_chunk_is_found_as_by_looking_at_every_chunk_and_rank(division: Division) -> None:
     cells = parts_in_cells(division)
     for region in held_regions(SHAPE, GRID, division):
@@ -122,6 +123,6 @@ def test_what_a_division_unfolds_into_is_counted_before_it_is_made() -> None:
 
 
 @given(divisions)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=tries(30, 100), deadline=None)
 def test_no_division_has_more_pieces_than_were_counted(division: Division) -> None:
     assert len(held_regions(SHAPE, GRID, division)) <= most_pieces(SHAPE, division)

@@ -34,6 +34,7 @@ from tests.builders import commit, numbers, publish_nodes
 from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of
 from tests.objects.divisions import SHAPE, WORLD, placements
+from tests.searches import tries
 from tests.thread_peers import run_ranks
 from tests.wrapped_stores import CountingStore
 
@@ -183,7 +184,7 @@ def named_by(placement: Placement) -> set[int]:
 
 
 @given(st.lists(placements(), min_size=1, max_size=3), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=tries(10, 30), deadline=None)
 def test_every_element_is_held_by_those_who_held_it(given_ones: list[Placement], everywhere: bool) -> None:
     """Ranks describe one tensor each by a placement of its own, as jobs with meshes of groups do."""
     array = numbers(*SHAPE)

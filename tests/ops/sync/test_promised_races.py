@@ -1,4 +1,7 @@
-"""What comes with a filter, or on demand, beside collections: each goes on after the other at every request."""
+"""What comes with a filter, or on demand, beside collections: each goes on after the other at every request.
+
+At every third in each run, at all of them in `make search`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
+from tests.searches import tries
 from tests.wrapped_stores import CountingStore
 
-MOST_REQUESTS = 400
+MOST_REQUESTS, EVERY = 400, tries(3, 1)
 
 
 class Interrupted(CountingStore):
@@ -90,7 +94,7 @@ def at_every_request(
     folder: Path, deed: Callable[[Repository], Any], meanwhile: Callable[[Path], Any], num: int
 ) -> None:
     prepared(folder)
-    for at in range(1, MOST_REQUESTS):
+    for at in range(1, MOST_REQUESTS, EVERY):
         with copied(folder) as place:
             store = Interrupted(FileStore(place), at, lambda place=place: meanwhile(place))  # type: ignore[misc]
             with Repository(RepositoryHandle.on_store(store, cache=None)) as repo:
