@@ -219,7 +219,7 @@ def all_refs(handle: RepositoryHandle) -> list[Ref]:
     lost = sorted(known - {ref.key for ref in refs})
     if lost:
         raise CorruptionError(
-            f"{lost[0]} is gone ({len(lost)} refs are), and nobody deleted it: what it named would be lost. Restore "
+            f"{lost[0]} is gone ({len(lost)} refs are), and was not deleted: what it named would be lost. Restore "
             'the file from a copy, or run repo.repair("refs")'
         )
     if not refs and read_graph(handle).commits and not any(handle.refs.every()):

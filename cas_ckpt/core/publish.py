@@ -448,7 +448,7 @@ def ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unles
         # The store is asked once more: another process may have begun it a moment ago.
         if handle.refs.was_announced(key) and not exists(handle.store, key):
             raise CorruptionError(
-                f'{key} is gone, and nobody deleted it: restore the file from a copy, or run repo.repair("refs")'
+                f'{key} is gone, and was not deleted: restore the file from a copy, or run repo.repair("refs")'
             ) from error
         try:
             return handle.refs.create_placeholder(kind, name)

@@ -9,10 +9,10 @@
                  brought back), and between two of them the commits on top of the head, by first parents
 
 Invariant: a name is a branch or a tag, never both, so that a revision means one thing; pins have names of their own. A
-branch is not deleted while a tier lacks commits that it alone leads to, unless somebody insists, as `git branch -d`
+branch is not deleted while a tier lacks commits that it alone leads to, without `force=True`, as `git branch -d`
 does with what is not merged; where one is moved back by force, a warning says what is not there. A ref is deleted by
-one compare-and-swap, so a commit that arrives meanwhile is not lost. Whoever lists refs during
-a rename sees at least one of the two names, so nothing that they keep is ever without one; dying between 1 and 2
+one compare-and-swap, so a commit that arrives meanwhile is not lost. A listing of refs during
+a rename has at least one of the two names, so nothing that they keep is ever without one; dying between 1 and 2
 leaves both. Nothing is brought back that garbage collection has taken a part of. Only what a ref led to is in its
 reflog: a commit that was made and never published is in no answer.
 """
@@ -337,7 +337,7 @@ def _undo_rename(handle: RepositoryHandle, made: Ref) -> None:
     try:
         take_away(handle, made, "not renamed")
     except ConflictError:
-        return  # somebody has built on the new name already: it stays
+        return  # it moved on from there already: it stays
 
 
 def undelete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:

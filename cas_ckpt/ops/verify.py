@@ -60,7 +60,7 @@ class VerifyReport(Brief):
 
     @property
     def ok(self) -> bool:
-        """Whether the commit, or the tag that names it, is signed by somebody trusted; of a history, every commit."""
+        """Whether the commit, or the tag that names it, is signed by a trusted key; of a history, every commit."""
         if len(self.commits) == 1 and self.tag is not None and self.tag.signature.is_good:
             return True
         return all(each.signature.is_good for each in self.commits)

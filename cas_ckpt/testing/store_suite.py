@@ -6,7 +6,7 @@ In a test file (pytest finds the inherited `test_...` methods; `docs/adding-a-st
         def store(self) -> Store:
             return MyStore(...)
 
-On a store as it is, for example somebody's bucket: `run_store_checks(open_store(url))`.
+On a store as it is, for example a bucket in use: `run_store_checks(open_store(url))`.
 
 Invariant: both ways run the same checks, under keys of their own, which the second way deletes.
 """

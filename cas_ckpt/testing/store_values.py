@@ -133,7 +133,7 @@ class ValueChecks(StoreCase):
             value = noise(size, seed=size)
             store.put(self.key(), value)
             expect_same(store.get(self.key()), value, f"a value of {size} bytes comes back")
-            expect_same(store.head(self.key()), size, "head tells the size")
+            expect_same(store.head(self.key()), size, "head answers the size")
 
     def test_any_contiguous_buffer_is_a_value(self) -> None:
         store = self.store()
@@ -261,7 +261,7 @@ class ValueChecks(StoreCase):
 
         for seen in at_once(act, ["writer", "reader", "reader"]):
             expect(isinstance(seen, set), f"reading while another writes: {seen!r:.200}")
-            expect(isinstance(seen, set) and seen <= set(values), "a reader saw a value that nobody put")
+            expect(isinstance(seen, set) and seen <= set(values), "a reader saw a value that was never put")
 
 
 class ListChecks(StoreCase):

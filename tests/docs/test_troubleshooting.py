@@ -160,7 +160,7 @@ MET: dict[str, Callable[[Repository], object]] = {
     "commit … was forgotten, and gc has removed its data…": forgotten,
     "a policy without rules would keep the heads alone": lambda repo: repo.set_policy(Policy()),
     "… the stored bytes do not have the hash that they were stored under…": rotten,
-    "… is gone (… refs are), and nobody deleted it…": without_refs,
+    "… is gone (… refs are), and was not deleted…": without_refs,
     "… bytes that are not an intact … record…": damaged_ref,
 }
 

@@ -1,4 +1,4 @@
-"""What a diff answers with: entries that differ, what is different about the commits, and sums.
+"""The answer of a diff: entries that differ, fields of the commits that differ, and sums.
 
 Invariant: plain frozen values; `entries` is in the order of keys, each key once. Knows nothing
 of how differences are found.
@@ -17,7 +17,7 @@ from cas_ckpt.objects.state import parse_key, render_key
 
 
 class Change(StrEnum):
-    """What became of an entry. MOVED: the same content has another key now."""
+    """The kinds of changes of an entry. MOVED: the same content has another key now."""
 
     ADDED = "added"
     REMOVED = "removed"
@@ -34,7 +34,7 @@ class EntrySide:
         dtype, shape: Of a tensor or array, else None.
         num_bytes: Plain bytes (of a value: as it is encoded; of a container: 0).
         text: A value, or the attributes of a container, as Python shows them, cut where they are
-            long; None if nobody asked, or they are too long to be read for this.
+            long; None if it was not asked for, or is too long to be read for this.
     """
 
     kind: str
@@ -149,9 +149,10 @@ class EntryDiff(Brief):
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """What the commits themselves say under one name: "step", "message", "author", "meta", "metrics/loss" ...
+    """A field of the commits that differs: "step", "message", "author", "meta", "metrics/loss" ...
 
-    None: nothing.
+    Attributes:
+        before, after: None: that commit has none.
     """
 
     name: str
@@ -182,7 +183,7 @@ class DiffSums:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff(Brief):
-    """What one commit has that another has not, or has otherwise.
+    """All that differs between two commits.
 
     Attributes:
         before: The commit that was compared with; None: `after` is the first of its history, and all of it is new.
@@ -252,7 +253,7 @@ def add_up(entries: Iterable[EntryDiff]) -> DiffSums:
 
 
 def changed_fields(before: CommitInfo | None, after: CommitInfo) -> tuple[FieldChange, ...]:
-    """What two commits say of themselves otherwise; nothing where there is only one."""
+    """The fields of two commits that differ; nothing where there is only one."""
     if before is None:
         return ()
     found = [

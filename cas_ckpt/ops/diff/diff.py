@@ -53,7 +53,7 @@ MOST_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class DiffRequest:
-    """What is wanted besides keys and sizes.
+    """Options of a diff; without any, keys, sizes and changed chunks are compared.
 
     Attributes:
         keys: Patterns; only entries that match.
@@ -75,7 +75,7 @@ def diff_commits(
     *,
     progress: Progress = SILENT,
 ) -> Diff:
-    """What `after` has otherwise than `before`; with one revision, than its first parent.
+    """The differences from `before` to `after`; with one revision, from its first parent to it.
 
     Raises:
         NotFoundError: no such commit, or its data is gone; a pattern that matches nothing in either.
@@ -167,7 +167,7 @@ def _moved(pairs: Sequence[Pair]) -> dict[Path, Path]:
 
 
 def _content(side: Side) -> object:
-    """What makes a tensor what it is, whatever its key; None for values, empty tensors and containers."""
+    """Identity of a tensor's content, whatever its key; None for values, empty tensors and containers."""
     if isinstance(side, StoredSide) and side.tensor is not None and not side.is_value and side.tensor.spec.num_elements:
         return side.tensor.spec, side.tensor.flavor, side.tensor.node, side.content
     return None

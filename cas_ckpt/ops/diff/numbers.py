@@ -210,7 +210,7 @@ _LONG_INTEGERS = {"int64": "<i8", "uint64": "<u8", "np:<i8": "<i8", "np:<u8": "<
 
 
 def widening(dtype: str) -> Widen | None:
-    """How raw elements of `dtype` become numbers; None if they are none (or nobody has taught us)."""
+    """How raw elements of `dtype` become numbers; None if they are none, or there is no rule for it."""
     if dtype in _PLAIN:
         return _by_numpy(np.dtype(_PLAIN[dtype]))
     if dtype == "bfloat16":
@@ -289,7 +289,7 @@ class NumberSums:
             setattr(self, each.name, max(mine, theirs) if each.name == "max_delta" else mine + theirs)
 
     def numbers(self, num_elements: int, *, are_numbers: bool) -> TensorNumbers:
-        """What the sums say of a tensor of so many elements."""
+        """The numbers of a tensor of so many elements."""
         if not are_numbers:
             return TensorNumbers(num_elements, self.compared, self.changed)
         before, after = math.sqrt(self.squares_before), math.sqrt(self.squares_after)

@@ -32,7 +32,7 @@ from cas_ckpt.transfer.chunk_reader import named
 
 @dataclass(frozen=True, slots=True)
 class ContainerHead:
-    """What a container is, apart from what is in it.
+    """Kind and attributes of a container.
 
     Attributes:
         attrs: Equal for equal attributes; None: it has none.
@@ -69,7 +69,7 @@ class StoredSide:
 
 
 Side: TypeAlias = StoredSide | ContainerHead | None
-"""What is under a key in one of the two trees."""
+"""The entry under a key in one of the two trees; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def read_named(handle: RepositoryHandle, kind: ObjectKind, paths: Mapping[Digest
 
 
 def together_or_named(read: Callable[[list[T]], R], items: list[T], keys: Sequence[str]) -> R:
-    """What `read` reads of all items together; if that fails, each is read alone, to name the key of the faulty one.
+    """The result of `read` for all items; if that fails, each is read alone, to name the key of the faulty one.
 
     Raises:
         NotFoundError, CorruptionError: headed by the key.

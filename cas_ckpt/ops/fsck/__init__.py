@@ -1,4 +1,4 @@
-"""fsck: find damage, say what it costs and whom it hits, and repair it from intact copies.
+"""fsck: find damage, say what it costs and which commits it hits, and repair it from intact copies.
 
 The story of a check (`check.py`; its answer is in `report.py`):
     1. `records.py`: config, gc/state, refs and the other small records

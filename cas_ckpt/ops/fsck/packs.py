@@ -357,7 +357,7 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
 def _agrees_except_differences(index: Index, structure: Structure, findings: Findings) -> bool:
     """Report rows that differ; whether the index may be used all the same.
 
-    A pack that was unknown when it was compared is only behind, though somebody may have added it since: what
+    A pack that was unknown when it was compared is only behind, though another process may have added it since: what
     the index knows now says nothing about the moment of the comparison.
     """
     intact = {key: what for key, what in structure.differing.items() if structure.is_listed(key)}
@@ -590,7 +590,7 @@ class _Reading:
 #
 # What a job does grows with its share alone: no ref is read, and no index is needed but for the log of readings. Shard
 # 1 looks at the rest besides its own share: records, refs, the structure of all packs, the index, and what is in no
-# pack. Only a job that found damage looks at the structure of all packs too, to say whom that hits (check.py).
+# pack. Only a job that found damage looks at the structure of all packs too, to say which commits that hits (check.py).
 
 
 def check_share(

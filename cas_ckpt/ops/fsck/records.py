@@ -169,7 +169,7 @@ def check_lost_refs(store: Store, index: Index | None, records: Records, finding
     """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
     lost = sorted(key for key in refs_ever_made(store, index) if not exists(store, key))
     for key in lost:
-        _add_ref_problem(findings, key, "it is gone, and nobody deleted it: what it named would be collected", key)
+        _add_ref_problem(findings, key, "it is gone, and was not deleted: what it named would be collected", key)
     if index is not None:
         if records.gc is not None:
             try:

@@ -246,7 +246,7 @@ def _write(handle: RepositoryHandle, ref: _BrokenRef, content: _Content) -> None
     for _ in range(_ATTEMPTS):
         generation = handle.begin_writing()
         if handle.store.get(ref.key) != ref.record:
-            raise ConflictError(f"{kind.label} {name!r} was written by somebody else meanwhile: check again")
+            raise ConflictError(f"{kind.label} {name!r} was written by another process meanwhile: check again")
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
         if not handle.is_current(state, generation):
             continue

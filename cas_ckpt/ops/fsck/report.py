@@ -1,4 +1,4 @@
-"""Checks and repairs as values: problems, whom each of them hits, the command that repairs it; what a repair did.
+"""Checks and repairs as values: problems, the commits that each of them hits, the command that repairs it; repairs.
 
 Invariant: a problem is damage; what is merely unusual is a note and never makes a check fail.
 Pure: nothing here reads the store or an index.

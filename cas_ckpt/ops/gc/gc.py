@@ -118,7 +118,7 @@ class Collection:
                 if not self.report.denied:
                     raise
                 return self.report
-            except ConflictError:  # of a shard: those of others collect beside it; each helps whom it meets
+            except ConflictError:  # of a shard: those of others collect beside it; each helps those that it meets
                 if not left:
                     raise
         raise ConflictError(OVERTAKEN)
@@ -135,7 +135,7 @@ class Collection:
     def take_over(self, state: GcState) -> GcState:
         """Finish the collection that left `state`: from the fence on, or its deletions.
 
-        No entry of a log goes with it, as nobody has written down yet what that would release.
+        No entry of a log goes with it, as it is not written down yet what that would release.
         """
         self._expired, self._released = {}, set()
         if state.phase == GcPhase.CONDEMNED:

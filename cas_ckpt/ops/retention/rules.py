@@ -101,7 +101,7 @@ def decide(commits: Iterable[Candidate], lines: Iterable[Line], *, now_us: int) 
         members, latest_us = _members(line, ordered, _walk(behind, {places[line.head]}), now_us=now_us)
         for digest, why in _kept_by(line.policy, members, latest_us):
             kept[digest].setdefault(why, []).append(line.name)
-    return [Decision(commit, (*commit.refs, *_told(kept[commit.id]))) for commit in ordered if commit.id in kept]
+    return [Decision(commit, (*commit.refs, *_with_lines(kept[commit.id]))) for commit in ordered if commit.id in kept]
 
 
 def _walk(behind: Sequence[Sequence[int]], starts: Iterable[int]) -> Iterator[int]:
@@ -137,7 +137,7 @@ def _members(
     return [commit for commit in commits if not commit.forgotten], latest_us
 
 
-def _told(reasons: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _with_lines(reasons: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Each reason with the lines that it holds for."""
     for why, lines in reasons.items():
         more = f" and {len(lines) - SHOWN_LINES} more" if len(lines) > SHOWN_LINES else ""
