@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,12 +67,8 @@ def check_url(
     store = open_store(url)
     findings = Findings(store)
     index = open_index(store, index_url, findings, progress=progress)
-    try:
-        check = _Check(store, index, data, progress, remote=remote)
-        return check.run(findings)
-    finally:
-        if index is not None:
-            index.close()
+    with nullcontext() if index is None else closing(index):
+        return _Check(store, index, data, progress, remote=remote).run(findings)
 
 
 def check_open(
@@ -301,10 +298,7 @@ def ask_promisors(
 
 def _there(place: str, digests: Collection[Digest], cache: str | os.PathLike[str] | None) -> set[Digest]:
     """Those of these objects that are whole in packs of the repository at `place`."""
-    other = RepositoryHandle.open(place, read_only=True, cache=cache)
-    try:
+    with closing(RepositoryHandle.open(place, read_only=True, cache=cache)) as other:
         other.sync()
         located = other.index.read(contents.locate, list(digests))
-    finally:
-        other.close()
     return {digest for digest in digests if covers(located.get(digest, ()))}

@@ -28,7 +28,7 @@ from threading import Lock
 from types import MappingProxyType
 
 from cas_ckpt import clock
-from cas_ckpt.core.packs import WHOLE_BYTES, hints_problem, pack_batches, read_directory
+from cas_ckpt.core.packs import WHOLE_BYTES, hints_problem, is_meta, pack_batches, read_directory
 from cas_ckpt.core.records import NodeRows
 from cas_ckpt.core.units import PackShard, parse_part, parse_share, parse_size
 from cas_ckpt.errors import (
@@ -254,9 +254,9 @@ def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackF
 def _scan_one(store: Store, listed: tuple[str, int]) -> PackFinding | None:
     key, size = listed
     memory = MemoryStore(url=store.url)
-    is_meta_far_away = not store.abilities.local and key.endswith(f".{PackKind.META.suffix}")
+    most = WHOLE_BYTES if is_meta(key) and not store.abilities.local else pack.TAIL_GUESS_BYTES
     try:
-        if size <= (WHOLE_BYTES if is_meta_far_away else pack.TAIL_GUESS_BYTES) and _copy_to_memory(store, key, memory):
+        if size <= most and _copy_to_memory(store, key, memory):
             return _scan_pack(memory, key, size, ExtentScanner(memory))
         return _scan_pack(store, key, size, ExtentScanner(store))
     except (NotFoundError, UnsupportedVersionError):
@@ -285,7 +285,7 @@ def _scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> Pac
     Raises:
         NotFoundError: it is gone. UnsupportedVersionError: it is of a newer version.
     """
-    finding = PackFinding(key, size, PackKind.META if key.endswith(f".{PackKind.META.suffix}") else PackKind.DATA)
+    finding = PackFinding(key, size, PackKind.META if is_meta(key) else PackKind.DATA)
     try:
         trailer, finding.entries = read_directory(store, key)
         finding.kind = trailer.kind

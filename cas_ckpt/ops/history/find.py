@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
@@ -95,28 +95,21 @@ class FoundEntry:
 
 @dataclass(frozen=True, slots=True)
 class FindRequest:
-    """Conditions of a search, and where to search. None and empty values are no conditions.
+    """A search: which entries, and where to look for them.
 
     Attributes:
-        keys: Patterns.
-        dtype: A name, or a pattern of names.
-        shape: Sizes; None stands for any size, ... for any number of dimensions.
-        min_bytes, max_bytes: Both included.
+        entries: Conditions on them, but for their content.
         object_id: At least four digits of the id of a chunk, tensor or tensor in parts: what is it, or holds it.
         revisions: Commits that these lead to; none: that any branch, tag or pin leads to.
         at: Only these commits, and nothing that they lead to.
         commits: Only commits that meet this.
     """
 
-    keys: str | Sequence[str] | None = None
-    dtype: str | None = None
-    shape: tuple[int | None | EllipsisType, ...] | None = None
-    min_bytes: int | None = None
-    max_bytes: int | None = None
-    object_id: str | None = None
-    revisions: Sequence[Revision] = ()
-    at: Sequence[Revision] = ()
-    commits: CommitFilter = field(default_factory=CommitFilter)
+    entries: finding.EntryFilter
+    object_id: str | None
+    revisions: Sequence[Revision]
+    at: Sequence[Revision]
+    commits: CommitFilter
 
 
 def find_request(
@@ -146,17 +139,11 @@ def find_request(
             raise InvalidInputError(f"{name} is {size}: give a number of bytes, from 0 on")
     if min_bytes is not None and max_bytes is not None and min_bytes > max_bytes:
         raise InvalidInputError(f"nothing has {min_bytes} bytes or more and {max_bytes} or fewer: give other sizes")
-    return FindRequest(
-        keys,
-        None if dtype is None else parse_dtype(dtype),
-        None if shape is None else parse_shape(shape),
-        min_bytes,
-        max_bytes,
-        object_id,
-        _revisions("ref", ref),
-        _revisions("at", at),
-        wanted,
-    )
+    conditions = finding.EntryFilter(
+        KeyPatterns(keys), None if dtype is None else parse_dtype(dtype), None if shape is None else parse_shape(shape),
+        min_bytes, max_bytes,
+    )  # fmt: skip
+    return FindRequest(conditions, object_id, _revisions("ref", ref), _revisions("at", at), wanted)
 
 
 def _revisions(name: str, given: Any) -> tuple[str, ...]:
@@ -223,19 +210,13 @@ def _commits(handle: RepositoryHandle, request: FindRequest, *, limit: int | Non
 
 def _ask(handle: RepositoryHandle, question: Callable[..., T], rows: Sequence[CommitRow], request: FindRequest) -> T:
     roots = [Digest(row.root) for row in rows]
-    wanted = finding.EntryFilter(
-        KeyPatterns(request.keys),
-        request.dtype,
-        request.shape,
-        request.min_bytes,
-        request.max_bytes,
-        None if request.object_id is None else _object(handle, request.object_id),
-    )
+    holding = None if request.object_id is None else _object(handle, request.object_id)
+    wanted = replace(request.entries, holding=holding)
     with naming_forgotten(handle, *(roots if request.at else ())):
         found = ask(handle, question, roots=roots, wanted=wanted)
-    if not found and wanted.holding is not None and ask(handle, entries.is_container, Digest(wanted.holding)):
+    if not found and holding is not None and ask(handle, entries.is_container, holding):
         raise InvalidInputError(
-            f"{short(wanted.holding)} is a container, and find looks for entries: repo.holders(ref, key) says which "
+            f"{short(holding)} is a container, and find looks for entries: repo.holders(ref, key) says which "
             "commits hold it"
         )
     return found

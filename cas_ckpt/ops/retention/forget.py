@@ -248,7 +248,7 @@ class ForgetReport(Brief):
 
 def forget(
     handle: RepositoryHandle,
-    policy: Policy | None = None,
+    policy: Policy | Retention | None = None,
     *,
     revisions: Sequence[Revision] = (),
     branches: Sequence[str] = (),
@@ -266,21 +266,24 @@ def forget(
     Raises:
         InvalidInputError: neither, both; else as for the two functions below.
     """
-    if policy is not None and not isinstance(policy, Policy):
+    if policy is not None and not isinstance(policy, (Policy, Retention)):
         raise InvalidInputError(f"policy is {shown_value(policy)}: give rules such as Policy(keep_last=3)")
     if (policy is None) == (not revisions):
         raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
     if revisions and branches:
         raise InvalidInputError("branches are for rules: a revision is forgotten wherever it is")
     collect = gc and not dry_run
+    how = {"dry_run": dry_run, "measure": not collect, "verify_tier": verify_tier}
     if policy is None:
-        report = forget_revisions(handle, revisions, dry_run=dry_run, measure=not collect, verify_tier=verify_tier)
+        report = forget_revisions(handle, revisions, **how)
     else:
-        retention = Retention(policy)
-        report = forget_by_policy(
-            handle, retention, branches=branches, dry_run=dry_run, measure=not collect, verify_tier=verify_tier
-        )
-    return _collected(handle, report, progress) if collect else report
+        retention = Retention(policy) if isinstance(policy, Policy) else policy
+        report = forget_by_policy(handle, retention, branches=branches, **how)
+    if not collect:
+        return report
+    from cas_ckpt.ops.gc.gc import collect_garbage
+
+    return replace(report, collected=collect_garbage(handle, progress=progress))
 
 
 def apply_policy(
@@ -292,20 +295,10 @@ def apply_policy(
     Raises:
         InvalidInputError: it has none.
     """
-    retention = read_policy(handle.store)
-    if retention.is_empty:
+    rules = read_policy(handle.store)
+    if rules.is_empty:
         raise InvalidInputError(f"{handle.store.url} has no policy: repo.set_policy(Policy(keep_daily=7)) makes one")
-    collect = gc and not dry_run
-    report = forget_by_policy(
-        handle, retention, branches=branches, dry_run=dry_run, measure=not collect, verify_tier=verify_tier
-    )
-    return _collected(handle, report, progress) if collect else report
-
-
-def _collected(handle: RepositoryHandle, report: ForgetReport, progress: Progress) -> ForgetReport:
-    from cas_ckpt.ops.gc.gc import collect_garbage
-
-    return replace(report, collected=collect_garbage(handle, progress=progress))
+    return forget(handle, rules, branches=branches, dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=progress)
 
 
 def forget_by_policy(
