@@ -111,6 +111,12 @@ def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
         upsert(connection, REFS, ref)
 
 
+def drop_refs(connection: Connection, names: Iterable[str]) -> None:
+    """Forget these refs."""
+    for name in names:
+        connection.execute(delete(REFS).where(REFS.c.name == name))
+
+
 def read_records(connection: Connection) -> dict[str, bytes]:
     """Name -> hash of the record of the ref in the last call of `write_states`."""
     return dict(map(tuple, connection.execute(select(REF_RECORDS.c.name, REF_RECORDS.c.record))))

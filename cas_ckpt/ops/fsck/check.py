@@ -28,7 +28,7 @@ from cas_ckpt.core.live import LOOKS, Graph, orphan_name, promisors
 from cas_ckpt.core.refill import filled, wants_maintainer
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents, history, liveness, meta
+from cas_ckpt.index import contents, history, liveness
 from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.replacing import may_replace
@@ -37,7 +37,7 @@ from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.packs import DataOptions, Structure, catch_up, check_share, checked_structure, read_data
 from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
-from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
+from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, remembered_refs, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
@@ -110,7 +110,7 @@ def open_index(store: Store, index_url: str | None, findings: Findings, *, progr
         index.close()
         raise
     try:  # what the check of the records asks; larger tables are read, and their damage found, with the packs
-        index.read(meta.read_refs), index.made(), index.generation
+        remembered_refs(index), index.made(), index.generation
         if index.is_behind:
             if index.is_shared and not may_replace(index):
                 findings.note(place, wants_maintainer(index))

@@ -20,12 +20,14 @@ from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.core.signatures import SIGNERS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, meta
+from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.rows import RefRow
 from cas_ckpt.objects.digest import DIGEST_BYTES, MAGIC, Digest, object_id, unpack_canonical, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
 from cas_ckpt.storage.file import IN_ITS_PLACE, FileStore, is_no_file
-from cas_ckpt.storage.store import Store, exists, few_keys
+from cas_ckpt.storage.store import Store, exists, few_keys, is_key
 
 ROOT_RECORDS = (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY, TIERS_KEY)
 """Optional records in the root beside the config."""
@@ -181,13 +183,28 @@ def check_lost_refs(store: Store, index: Index | None, records: Records, finding
             lost = ["refs/"]
             what = "there are commits, and no branch, tag or pin, nor any trace of one: the refs are lost"
             _add_ref_problem(findings, lost[0], what, "all")
-    remembered = {row.target for row in index.read(meta.read_refs).values()} if index is not None else ()
-    return replace(records, all_known=records.all_known and not lost, remembered=frozenset(remembered))
+    remembered = frozenset(row.target for row in remembered_refs(index).values())
+    return replace(records, all_known=records.all_known and not lost, remembered=remembered)
 
 
 def refs_ever_made(store: Store, index: Index | None) -> set[str]:
     """Keys of the refs that were made, as the store or the index remembers."""
-    return RefStore(store).announced() | (set() if index is None else set(index.read(meta.read_refs)))
+    return RefStore(store).announced() | remembered_refs(index).keys()
+
+
+def remembered_refs(index: Index | None) -> dict[str, RefRow]:
+    """Key -> ref, as the index last knew it.
+
+    Raises:
+        CorruptionError: it is damaged, or has a key that no ref can have.
+    """
+    if index is None:
+        return {}
+    found = index.read(meta.read_refs)
+    for key in found:
+        if not is_key(key):
+            raise CorruptionError(f"index {index.place}: it remembers {key!r}, a name that no ref can have; {REBUILD}")
+    return found
 
 
 # --- forgotten commits, names, sessions, and all others -------------------------------------

@@ -51,7 +51,7 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import usage
+from cas_ckpt.index import meta, usage
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.replacing import CatchUp, index_beside, replace_file, replace_rows
@@ -72,7 +72,7 @@ from cas_ckpt.ops.fsck.repair_refs import repair_refs
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairReport, RepairRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore, is_no_file, move_aside
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, is_key
 from cas_ckpt.storage.url import open_store
 
 GENERATION_MARGIN = 1000
@@ -394,6 +394,7 @@ def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = 
         else:
             raise unusable
     with Index.open(place, store_id=store_id) as index:
+        _drop_impossible_refs(index)
         return RebuildReport(index.read(usage.read_stats), tuple(damaged))
 
 
@@ -401,8 +402,14 @@ def _replace(place: str, made: Index, catch_up: CatchUp) -> IndexStats:
     with Index.open(place, store_id=made.store_id) as index:
         if not index.matches:
             raise CorruptionError(f"index {index.place}: it is the index of another repository")
+        _drop_impossible_refs(index)
         replace_rows(index, made, catch_up)
         return index.read(usage.read_stats)
+
+
+def _drop_impossible_refs(index: Index) -> None:
+    """Forget refs of names that none can have: what an index remembers of refs stays, but for what is damaged."""
+    index.write(meta.drop_refs, [key for key in index.read(meta.read_refs) if not is_key(key)])
 
 
 def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> RebuildReport:
@@ -419,5 +426,6 @@ def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> Re
         handle.forget_chunks()
         return report
     damaged = refill(handle.store, handle.index, progress=progress)
+    _drop_impossible_refs(handle.index)
     handle.forget_chunks()
     return RebuildReport(handle.index.read(usage.read_stats), tuple(damaged))

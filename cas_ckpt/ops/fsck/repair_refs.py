@@ -42,10 +42,10 @@ from cas_ckpt.core.refs import (
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
-from cas_ckpt.index import history, meta
+from cas_ckpt.index import history
 from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.fsck.records import read_refs, ref_keys, ref_name, refs_ever_made
+from cas_ckpt.ops.fsck.records import read_refs, ref_keys, ref_name, refs_ever_made, remembered_refs
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, repair_command
 from cas_ckpt.storage.file import FileStore
 
@@ -311,7 +311,7 @@ def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
     """Report commits that nothing leads to: a person decides."""
     handle.sync()
     graph = read_graph(handle)
-    remembered = {row.target for row in handle.index.read(meta.read_refs).values()}
+    remembered = {row.target for row in remembered_refs(handle.index).values()}
     try:
         known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
     except CorruptionError:

@@ -289,6 +289,16 @@ def test_a_damaged_page_of_what_the_index_remembers_of_refs_is_reported_and_repa
     assert check(repo).ok
 
 
+def test_a_name_that_no_ref_can_have_in_the_index_is_reported_and_repaired(repo: Path) -> None:
+    with sqlite3.connect(index_file(repo)) as raw:
+        raw.execute("UPDATE t_refs SET name = replace(name, 'heads', '`eads')")
+    raw.close()
+    report = check(repo)
+    assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
+    assert repair(repo, RepairKind.INDEX).ok
+    assert check(repo).ok
+
+
 @pytest.mark.parametrize("name", [b"num_replicas", b"num_chunks,\n    (SELECT"])
 def test_a_damaged_name_of_a_column_of_a_table_or_view_is_reported_and_repaired(repo: Path, name: bytes) -> None:
     flip(index_file(repo), index_file(repo).read_bytes().index(name))
