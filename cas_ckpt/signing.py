@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import subprocess
 
 NAMESPACE = "cas_ckpt"
-"""What signatures of commits and tags are made for, so that one made for something else is none here."""
+"""The namespace of signatures of commits and tags: one that was made for something else is none here."""
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
@@ -114,7 +114,7 @@ def armored(blob: bytes) -> str:
 
 
 class Verdict(StrEnum):
-    """What is known of a signature."""
+    """A verdict on a signature."""
 
     GOOD = "good"
     UNSIGNED = "unsigned"
@@ -153,7 +153,7 @@ UNSIGNED = SignatureInfo(Verdict.UNSIGNED, reason="it is not signed")
 
 
 def described(blob: bytes | None) -> SignatureInfo:
-    """Whose key a signature claims to be by, unverified. Runs nothing."""
+    """The key that a signature claims to be by, unverified. Runs nothing."""
     if blob is None:
         return UNSIGNED
     key = _string(blob, len(_HEAD)) if blob.startswith(_HEAD) and len(blob) <= MAX_SIGNATURE_BYTES else None
@@ -178,7 +178,7 @@ def _fingerprint(key: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whose signatures count; made by `Trust.load` or `as_trust`.
+    """Keys whose signatures count; made by `Trust.load` or `as_trust`.
 
     Attributes:
         signers: Lines of an allowed_signers file; see ssh-keygen(1).
@@ -207,7 +207,7 @@ class Trust:
         return replace(self, revoked=(*self.revoked, _read(path)))
 
     def verdict(self, blob: bytes | None, message: bytes, *, time_s: float) -> SignatureInfo:
-        """What is known of the signature `blob` of `message`.
+        """The verdict on the signature `blob` of `message`.
 
         Args:
             time_s: When it says that it was made, from the epoch; a part of `message`.

@@ -27,8 +27,7 @@ Files:
     reader.py       `CasStorageReader`; a commit in the words of DCP: `Metadata` by flat name
     staging.py      copies of states for `dcp.async_save`, each in memory of its own
     tree.py         a rank's part of a save as a tree; `CasSavePlanner`, `CasLoadPlanner`
-    names.py        the entries of a commit by DCP's flat names
-    optimizers.py   a commit's optimizers, by whatever name a target knows their parameters
+    names.py        the entries of a commit by DCP's flat names, its optimizers by those of targets
     group.py        the ranks that save together, whose turn it is, and which repository
     paths.py        `CheckpointPaths`: folders of a training program stand for tags
 

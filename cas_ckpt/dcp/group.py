@@ -51,7 +51,7 @@ _making = threading.RLock()
 
 
 class Turn:
-    """What one save of this process writes to at a time: a branch, or the connections over a process group.
+    """A branch, or the connections over a process group, to which one save of this process writes at a time.
 
     Attributes:
         latest: The number of the last save that has begun to write.

@@ -68,11 +68,15 @@ class CheckpointPaths:
 
     def writer(self, path: str | os.PathLike[str]) -> CasStorageWriter:
         """A writer whose commit gets the folder's tag."""
-        return _PathWriter(self, path, self._repository, **self._options)
+        writer = CasStorageWriter(self._repository, **self._options)
+        writer._name_tags(self.tag, path)
+        return writer
 
     def reader(self, path: str | os.PathLike[str]) -> CasStorageReader:
         """A reader of the commit that has the folder's tag."""
-        return _PathReader(self, path, self._repository)
+        reader = CasStorageReader(self._repository, ref=self.tag(path))
+        reader._revision_of = self.tag
+        return reader
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -133,27 +137,3 @@ def _put_back(stand_in: Any, theirs: Any) -> None:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is stand_in:
                 setattr(module, name, theirs)
-
-
-class _PathWriter(CasStorageWriter):
-    def __init__(self, paths: CheckpointPaths, path: Any, repository: Any, **options: Any) -> None:
-        super().__init__(repository, **options)
-        self._paths = paths
-        self._own_tag = paths.tag(path)
-
-    def _tag_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
-        """A folder means its tag."""
-        return self._paths.tag(checkpoint_id)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_paths": self._paths}
-
-
-class _PathReader(CasStorageReader):
-    def __init__(self, paths: CheckpointPaths, path: Any, repository: Any) -> None:
-        super().__init__(repository, ref=paths.tag(path))
-        self._paths = paths
-
-    def _revision_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
-        """A folder means its tag."""
-        return self._paths.tag(checkpoint_id)

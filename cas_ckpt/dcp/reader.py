@@ -22,7 +22,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from os import PathLike
@@ -51,8 +51,7 @@ from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.group import RepositoryPlace, translates_memory_errors
-from cas_ckpt.dcp.names import flat_items, is_plain_tensor, module_states, stored_object
-from cas_ckpt.dcp.optimizers import Entries, StoredOptimizers
+from cas_ckpt.dcp.names import Entries, StoredOptimizers, flat_items, is_plain_tensor, module_states, stored_object
 from cas_ckpt.dcp.writer import StoredEntry
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError, out_of_memory
 from cas_ckpt.layout.restore_plan import region
@@ -106,7 +105,7 @@ class Catalog:
         self._layout: LayoutObject | None = None
 
     def layout(self, handle: RepositoryHandle) -> LayoutObject:
-        """What the commit says of its state besides the content; read when it is asked for.
+        """The layout of the commit (ties, versions, who held what); read when it is asked for.
 
         Raises:
             CorruptionError, NotFoundError.
@@ -117,7 +116,7 @@ class Catalog:
         return self._layout
 
     def entry(self, name: str) -> tuple[Path, Any] | None:
-        """What a target calls `name`: its path, and the item; None if there is no such thing."""
+        """Path and item of the entry that a target calls `name`; None if there is none."""
         found = self.items.get(name)
         real = self.optimizers.alias(name) if found is None else None
         return found if real is None else self.items.get(real)
@@ -243,6 +242,7 @@ class CasStorageReader(StorageReader):
         super().__init__()
         self._place = RepositoryPlace(repository, index_url, cache)
         self._ref = ref
+        self._revision_of: Callable[[str | PathLike[str]], str] = str  # of a checkpoint_id; see `CheckpointPaths`
         self._given: str | None = None
         self._cast = cast
         self._flatten = flatten
@@ -262,13 +262,9 @@ class CasStorageReader(StorageReader):
         """DCP was given a `checkpoint_id`: the revision of this load, or of the next one if this never reads."""
         self._given = None if checkpoint_id is None else self._revision_of(checkpoint_id)
 
-    def _revision_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
-        """The revision that a `checkpoint_id` means."""
-        return str(checkpoint_id)
-
     @property
     def checkpoint_id(self) -> str:
-        """What is loaded, and what DCP writes into its log."""
+        """The revision that is loaded; DCP writes it into its log."""
         return self._given or self._ref
 
     @property
@@ -277,7 +273,7 @@ class CasStorageReader(StorageReader):
         return None if self._catalog is None else self._catalog.commit
 
     def read_metadata(self) -> Metadata:
-        """What the commit holds. (No `kwargs`: there is no metadata of single ranks to fall back to.)
+        """Metadata of all entries. (No `kwargs`: there is no metadata of single ranks to fall back to.)
 
         Where that cannot be read, its attributes raise why, and so does `set_up_storage_reader`: DCP drops what this
         raises, and fails for want of metadata.
@@ -375,7 +371,7 @@ class CasStorageReader(StorageReader):
     def _values(
         self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan, target: Mapping[str, Any]
     ) -> list[tuple[ReadItem, io.BytesIO]]:
-        """What is not read as a tensor; values of other ranks are left out, so that the target keeps its own."""
+        """Entries that are not read as tensors; without values of other ranks, so that the target keeps its own."""
         found = []
         for item in _of(plan, LoadItemType.BYTE_IO):
             name, own = item.storage_index.fqn, target.get(item.dest_index.fqn)
@@ -405,7 +401,7 @@ class CasStorageReader(StorageReader):
 
 @dataclass(frozen=True, slots=True)
 class _Common:
-    """What the coordinator sends to the ranks of a load."""
+    """The message of the coordinator to the ranks of a load."""
 
     commit: str | None
     world_size: int
@@ -427,7 +423,7 @@ class _TensorRead:
 
 
 def _start(path: Path) -> str:
-    """What DCP's names of all that is below `path` begin with."""
+    """The prefix of DCP's names of all entries below `path`."""
     return "".join(f"{name}." for name in path)
 
 

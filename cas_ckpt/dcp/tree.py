@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -36,56 +36,43 @@ _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_
 _TRANSFORMING = ("resolve_data", "lookup_object", "transform_object")
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """Whose part of a state is looked at.
+def tree_of(
+    plan: SavePlan, planner: SavePlanner, versions: Mapping[Path, Mapping[str, int]], *, rank: int, world_size: int,
+    members: tuple[int, ...] | None, allow_pickle: bool,
+) -> tuple[Container, dict[str, Path]]:  # fmt: skip
+    """The tree of a rank, and the path in it of every flat name.
 
-    Attributes:
+    Args:
+        plan: The final plan of this rank.
+        versions: Of modules, by where their states are in DCP's form.
         rank, world_size: Of those who save together.
         members: Their world ranks, which meshes name; None where these are the same numbers.
+    Raises:
+        UnsupportedValueError: something that cannot be expressed. MismatchError: the planner
+            resolves an item to something other than planned, or plans what it does not have.
     """
-
-    rank: int
-    world_size: int
-    members: tuple[int, ...] | None = None
-    allow_pickle: bool = False
-
-    def tree_of(
-        self, plan: SavePlan, planner: SavePlanner, versions: Mapping[Path, Mapping[str, int]]
-    ) -> tuple[Container, dict[str, Path]]:
-        """This rank's tree, and the path in it of every flat name.
-
-        Args:
-            plan: The final plan of this rank.
-            versions: Of modules, by where their states are in DCP's form.
-        Raises:
-            UnsupportedValueError: something that cannot be expressed. MismatchError: the planner
-                resolves an item to something other than planned, or plans what it does not have.
-        """
-        flat, flat_paths = _flat_state(plan, planner)
-        leaves, pieces = _sorted_items(plan, planner, flat)
-        nesting = Nesting(flat_paths or {name: (name,) for name in (*leaves, *pieces)}, flat)
-        for name in (*leaves, *pieces, *(item.index.fqn for item in plan.items)):
-            if name not in nesting.paths:
-                raise MismatchError(f"{name}: the plan names it, the planner's mappings do not: plan the state anew")
-        # An empty tensor keeps the place: unlike None it keeps a list from being one plain value.
-        places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
-        original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
-        state: dict[Any, Any] = nesting.build(places) if original is None else original
-        optimizers = NamedOptimizers(state)
-        named: dict[Any, Any] = optimizers.renamed(state)
-        tree = capture_state(
-            named, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size, streams=True
-        )
-        if self.members is not None:
-            numbers = {world: own for own, world in enumerate(self.members)}
-            tree = with_tensors(tree, lambda item, _: replace(item, placement=_boxes(item, numbers)))
-        paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
-        for name, items in pieces.items():
-            _graft(tree, paths[name], _item_of_pieces(items, planner, self.rank, paths[name]))
-        for path, found in versions.items():
-            tree = _with_versions(tree, path, found)
-        return tree, paths
+    flat, flat_paths = _flat_state(plan, planner)
+    leaves, pieces = _sorted_items(plan, planner, flat)
+    nesting = Nesting(flat_paths or {name: (name,) for name in (*leaves, *pieces)}, flat)
+    for name in (*leaves, *pieces, *(item.index.fqn for item in plan.items)):
+        if name not in nesting.paths:
+            raise MismatchError(f"{name}: the plan names it, the planner's mappings do not: plan the state anew")
+    # An empty tensor keeps the place: unlike None it keeps a list from being one plain value.
+    places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
+    original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
+    state: dict[Any, Any] = nesting.build(places) if original is None else original
+    optimizers = NamedOptimizers(state)
+    named: dict[Any, Any] = optimizers.renamed(state)
+    tree = capture_state(named, allow_pickle=allow_pickle, rank=rank, world_size=world_size, streams=True)
+    if members is not None:
+        numbers = {world: own for own, world in enumerate(members)}
+        tree = with_tensors(tree, lambda item, _: replace(item, placement=_boxes(item, numbers)))
+    paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
+    for name, items in pieces.items():
+        _graft(tree, paths[name], _item_of_pieces(items, planner, rank, paths[name]))
+    for path, found in versions.items():
+        tree = _with_versions(tree, path, found)
+    return tree, paths
 
 
 def _sorted_items(
@@ -327,7 +314,7 @@ class NamedOptimizers:
         return named
 
     def path(self, path: Path) -> Path:
-        """Where what is at `path` is by names."""
+        """The path by names of the entry at `path`."""
         names = self._names.get(path[0], {})
         if len(path) < 3 or path[1] != STATE or type(path[2]) is not int or path[2] not in names:
             return path
@@ -364,7 +351,7 @@ class CasSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """See `SavePlanner.set_up_planner`."""
+        """Plan a save of `state_dict` (`SavePlanner.set_up_planner`), which is remembered."""
         self.nested_state_dict = dict(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
@@ -376,7 +363,7 @@ class CasLoadPlanner(DefaultLoadPlanner):
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See `LoadPlanner.load_bytes`."""
+        """Put a value in its place in the state (`LoadPlanner.load_bytes`)."""
         name = read_item.dest_index.fqn
         holder = DefaultLoadPlanner(flatten_state_dict=False)
         holder.state_dict = {}

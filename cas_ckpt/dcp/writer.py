@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
@@ -53,7 +53,7 @@ from cas_ckpt.dcp.group import (
 )
 from cas_ckpt.dcp.names import module_states
 from cas_ckpt.dcp.staging import stage_state
-from cas_ckpt.dcp.tree import RankPart
+from cas_ckpt.dcp.tree import tree_of
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
 from cas_ckpt.memory import current_limits, holding
 from cas_ckpt.objects.state import Path, render_key
@@ -72,7 +72,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """Where an item of a plan is: `storage_data` of DCP's results and metadata.
+    """The place of an item of a plan: `storage_data` of DCP's results and metadata.
 
     Attributes:
         commit: Id of the commit.
@@ -173,6 +173,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._timeout_s = timeout_s
         self._no_dist = no_dist
         self._own_tag: str | None = None
+        self._tag_of: Callable[[str | PathLike[str]], str] = str
         self._members = None if no_dist else members_of(process_group)
         self._begin_empty()
         if self._world_size() > 1:
@@ -190,7 +191,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         # Process executors send the writer to a process whose default group is ours over again.
         save = self._coming()
         self._staged = None if save is not None else self._staged
-        kept = ("_place", "_request", "_limits", "_timeout_s", "_no_dist", "_own_tag", "_members")
+        kept = ("_place", "_request", "_limits", "_timeout_s", "_no_dist", "_own_tag", "_tag_of", "_members")
         versions = self._versions if save is None else save.versions
         return {name: getattr(self, name) for name in kept} | {"_process_group": None, "_versions": versions}
 
@@ -214,19 +215,19 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._coming()
         self._here.given = None if checkpoint_id is None else self._tag_of(checkpoint_id)
 
-    def _tag_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
-        """The tag that a `checkpoint_id` means."""
-        return str(checkpoint_id)
+    def _name_tags(self, tag_of: Callable[[str | PathLike[str]], str], own: str | PathLike[str]) -> None:
+        """Let a `checkpoint_id` mean the tag that `tag_of` gives for it, and a save that has none that of `own`."""
+        self._tag_of, self._own_tag = tag_of, tag_of(own)
 
     @property
     def checkpoint_id(self) -> str:
-        """What DCP writes into its log."""
+        """The tag of the commit, else the URL of the repository; DCP writes it into its log."""
         save = self._here.save
         return self._here.given or (save and save.tag) or self._own_tag or self._place.url
 
     @translates_memory_errors
     def storage_meta(self) -> StorageMeta | None:
-        """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here.
+        """Begin a save, as DCP asks for this first of all; the tag or URL, the id of the commit not being known yet.
 
         It asks before it gives the state to the planner, which an earlier save may still use: that is waited for here,
         but by a save that was staged, for `stage` has waited, and what was begun since comes behind it.
@@ -399,8 +400,10 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def _commit(self, save: Save, plan: SavePlan, planner: SavePlanner) -> dict[str, Path]:
         peers = self._peers(save)
         with collective_errors(peers), self._place.opened() as handle:
-            part = RankPart(peers.rank, peers.size, self._members, allow_pickle=self._request.allow_pickle)
-            tree, paths = part.tree_of(plan, planner, save.versions)
+            tree, paths = tree_of(
+                plan, planner, save.versions, rank=peers.rank, world_size=peers.size, members=self._members,
+                allow_pickle=self._request.allow_pickle,
+            )  # fmt: skip
             branch = self._request.branch
             if self._place.brought is not None and branch is not None and branch_target(handle, branch) is not None:
                 handle.head = Head(branch)  # saves of this process may have led there since

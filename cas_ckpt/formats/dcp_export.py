@@ -37,8 +37,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import commit_of
-from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import load_tree, select
 from cas_ckpt.dcp.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
@@ -46,6 +44,7 @@ from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.formats.folders import OutputFiles
 from cas_ckpt.formats.safetensors_export import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
 from cas_ckpt.formats.torch_file import save_torch
+from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -54,7 +53,7 @@ from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, 
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
 from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
-from cas_ckpt.progress import SILENT, Progress, phase
+from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.capture.tensors import torch_dtype
@@ -90,7 +89,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Content:
-    """What a commit holds, by flat key, as DCP sorts it."""
+    """The entries of a commit by flat key, as DCP sorts them."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -98,9 +97,8 @@ class _Content:
 
 
 def export_dcp(
-    handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
-    max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
-    progress: Progress = SILENT,
+    handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, max_shard_bytes: int | None,
+    keys: str | Sequence[str] | None, force: bool, progress: Progress,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
 
@@ -117,12 +115,11 @@ def export_dcp(
     Nothing is left at `path` then.
     """
     check_memory(least_export_bytes(2 * CHUNK_BYTES), "an export as a DCP folder")
-    place, digest = FilePath(path), resolve(handle, revision)
-    tree = select(load_tree(handle, Digest(commit_of(handle, digest).root)), KeyPatterns(keys))
-    content = _collect(handle, tree)
+    place = FilePath(path)
+    content = _collect(handle, select(load_tree(handle, Digest(row.root)), KeyPatterns(keys)))
     files = _plan(content.tensors, DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
     old, names = _names(place, len(files), force=force)
-    metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=digest.hex()), private(DCP_VERSION))
+    metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=row.digest.hex()), private(DCP_VERSION))
     total_bytes = sum(tensor.spec.num_bytes for tensor in content.tensors.values())
     with phase(progress, "writing", total_bytes), OutputFiles(place, [*names, METADATA_NAME], force=force) as output:
         objects = content.objects  # all of them go to the first file
@@ -165,7 +162,7 @@ def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
 
 
 def _check_tensors(item: Item, path: Path) -> None:
-    """See that DCP can hold the tensors at and below `item`."""
+    """Refuse tensors at and below `item` that DCP cannot hold."""
     if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH:
         dtype = item.spec.dtype
         if _UNLOADABLE.fullmatch(dtype):
@@ -184,7 +181,7 @@ def _check_tensors(item: Item, path: Path) -> None:
 
 
 def _check_object(value: Any, path: Path) -> None:
-    """See that others can load a plain value, all the way down, and that what is made for it fits into memory."""
+    """Refuse a value that others cannot load, all the way down, or whose objects do not fit into memory."""
     if isinstance(value, Container | StoredTensor):
         check_bytes(value, NewObjects())  # before anything is written
         return

@@ -198,7 +198,7 @@ class DataFiles:
 
 
 def check_places(metadata: FolderMetadata, files: DataFiles) -> None:
-    """See that every item is inside its file and that no two share bytes.
+    """Refuse items that are not inside their files, or that share bytes.
 
     Raises:
         InvalidInputError: names the file.
@@ -249,11 +249,11 @@ def item_bytes(files: DataFiles, place: Place, limit: int, *, what: str) -> byte
 _MAX_PICKLE_BYTES = 1 << 20
 """Of a chunk that is read by offset."""
 _FRAME_BYTES = 1 << 20
-"""What torch.save puts around a tensor, at most."""
+"""Bytes that torch.save puts around a tensor, at most."""
 
 
 class Scratch:
-    """What each thread keeps between two reads of one import."""
+    """Memory that each thread keeps between two reads of one import."""
 
     def __init__(self) -> None:
         self.bytes = ReadScratch()
@@ -286,13 +286,13 @@ class ChunkedSource:
 
     @property
     def read_bytes(self) -> int:
-        """See `FileBackedSource`: of the saved chunk that takes most, and of a box that touches several."""
+        """Most memory that a thread holds: of the saved chunk that takes most, and of a box that touches several."""
         sizes = grid_for(self.spec).box(0).sizes
         joined = math.prod(sizes) * self.spec.item_bytes if len(self._chunks) > 1 else 0
         return joined + max((chunk.read_bytes(sizes) for chunk in self._chunks), default=0)
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`: a view where one chunk holds the box."""
+        """The elements of `box`: a view where one chunk holds it."""
         raw = raw_dtype(self.spec.item_bytes)
         if not box.num_elements:
             return np.empty(box.sizes, raw)
@@ -346,7 +346,7 @@ class SavedArray:
         return source.read(permuted).transpose([order.index(axis) for axis in range(len(order))])
 
     def read_bytes(self, sizes: tuple[int, ...]) -> int:
-        """What a thread holds that reads boxes nowhere longer than `sizes`. Raises as `read`."""
+        """Memory of a thread that reads boxes nowhere longer than `sizes`. Raises as `read`."""
         layout = self._known_layout()
         if layout is None:  # as it is in the file and, of what it was decoded to, another copy
             return 2 * max(self._place.length, self.spec.num_bytes + _FRAME_BYTES)
@@ -377,7 +377,7 @@ class SavedArray:
             raise InvalidInputError(f"{self.what}: holds {found}, the metadata says {self.spec}: write it again")
 
     def _find(self) -> tuple[int, tuple[int, ...]] | None:
-        """Where its first element is in the file, and the order of axes in which it is laid out there in C order.
+        """The offset of its first element in the file, and the order of axes in which it is laid out there in C order.
 
         None: it has to be decoded whole.
         """

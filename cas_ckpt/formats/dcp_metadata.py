@@ -72,7 +72,7 @@ ALLOWED_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an item is stored: bytes of a data file, and what was done to them ("stream.zstd/1")."""
+    """The place of an item: bytes of a data file, and what was done to them ("stream.zstd/1")."""
 
     file: str
     offset: int
@@ -98,7 +98,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class FolderMetadata:
-    """What a folder holds, by flat key.
+    """The items of a folder by flat key.
 
     Attributes:
         paths: The nested path of each key, as far as the folder says.
@@ -129,7 +129,7 @@ def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
 
 @python_gc_paused()
 def read_folder_metadata(folder: FilePath, *, follow_links: bool = False) -> FolderMetadata:
-    """What the folder says that it holds, checked.
+    """The metadata of a folder, checked.
 
     Args:
         follow_links: `.metadata` may be a link that leads out of the folder.
@@ -266,7 +266,7 @@ def _key_paths(planner_data: Any) -> dict[str, Path]:
 
 
 def check_cover(shape: tuple[int, ...], boxes: Sequence[Box], *, key: str) -> None:
-    """See that `boxes`, all inside `shape` and with elements, cover it without overlap.
+    """Refuse `boxes`, all inside `shape` and with elements, that do not cover it, or that overlap.
 
     Linear in chunks and regions, whatever axes are cut: the ends of all chunks cut every axis, so that a grid of
     regions results; each chunk paints its regions. One that is painted already is an overlap, one that stays

@@ -146,11 +146,11 @@ class FileSource:
 
     @property
     def read_bytes(self) -> int:
-        """See `FileBackedSource`."""
+        """Most memory that a thread holds while it reads this cell by cell."""
         return most_read(self.spec.shape, grid_for(self.spec).box(0).sizes, self.spec.item_bytes)
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`: valid until the same thread reads again."""
+        """The elements of `box`; valid until the same thread reads again."""
         raw = raw_dtype(self.spec.item_bytes)
         if not box.num_elements:
             return np.empty(box.sizes, raw)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -56,7 +56,7 @@ SUFFIXES: dict[str, WeightsFormat] = {
     ".bin": WeightsFormat.TORCH,
     ".ckpt": WeightsFormat.TORCH,
 }
-"""What a weights file is, by the end of its name."""
+"""The format of a weights file by the end of its name."""
 
 INDEX_SUFFIX = ".index.json"
 _FOLDER_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
@@ -93,7 +93,7 @@ MAX_SIDE_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What is to be imported.
+    """The files of an import.
 
     Attributes:
         weights: The weights files, in the order in which they are read.
@@ -136,7 +136,7 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
 
 
 def files_beside(folder: Path, saved: Collection[str], *, follow_links: bool = False) -> ModelFiles:
-    """What a folder of DCP holds beside what DCP saved: what its frameworks put there (`meta.pt`, `common.pt`).
+    """The files in a folder of DCP beside what DCP saved: those of frameworks (`meta.pt`, `common.pt`).
 
     Args:
         saved: Names of DCP's own files and folders.
@@ -273,19 +273,27 @@ def read_side_file(path: Path) -> bytes:
     return bytes(file.read(0, file.size))
 
 
-def check_names(weight_map: Mapping[str, str] | None, found: Mapping[str, Path], where: Path) -> None:
-    """See that the index and the shards agree on what is where.
+def placed(files: ModelFiles, names: Iterable[tuple[Path, Iterable[str]]]) -> dict[str, Path]:
+    """The file of each tensor, where the index, if there is one, agrees.
 
     Args:
-        found: The file that each tensor was found in.
+        names: Of the tensors in each file.
     Raises:
-        InvalidInputError: a tensor is missing, or in another shard than the index says.
+        InvalidInputError: a tensor is in two files, is missing, or is in another shard than the index says.
     """
-    for tensor, shard in (weight_map or {}).items():
+    found: dict[str, Path] = {}
+    for path, own in names:
+        for name in own:
+            if name in found:
+                raise InvalidInputError(f"{path}: {name!r} is in {found[name].name} too: remove one of them")
+            found[name] = path
+    for tensor, shard in (files.weight_map or {}).items():
         place = found.get(tensor)
         if place is None or place.name != shard:
+            where = files.weights[0].parent
             there = f"it is in {place.name}" if place else "it is not there"
             raise InvalidInputError(f"{where}: the index has {tensor!r} in {shard}, but {there}: fetch them again")
+    return found
 
 
 # --- the state in them ----------------------------------------------------------------------
@@ -368,19 +376,16 @@ def side_items(files: ModelFiles) -> dict[Name, Item]:
 def _tensors(opened: Sequence[InputFile], headers: Sequence[Header], files: ModelFiles) -> dict[Name, Item]:
     scratch = ReadScratch()
     items: dict[Name, TensorItem] = {}
-    found: dict[str, Path] = {}
-    for file, header in zip(opened, headers, strict=True):
+    pairs = list(zip(opened, headers, strict=True))
+    found = placed(files, ((file.path, [slot.name for slot in header.tensors]) for file, header in pairs))
+    for file, header in pairs:
         for slot in header.tensors:
-            if slot.name in found:
-                raise InvalidInputError(f"{file.path}: {slot.name!r} is in {found[slot.name].name} too: remove one")
-            found[slot.name] = file.path
             items[slot.name] = TensorItem(slot.spec, FileSource(file, slot.offset, slot.spec, scratch))
         for name, kept in (header.metadata or {}).items():
             if found.get(kept) == file.path and name not in found and name != "format":
                 # `save_model` of the library has dropped it, since it is the memory of the other one
                 items[kept].identity = ((str(file.path), kept), None)
                 items[name] = items[kept]
-    check_names(files.weight_map, found, files.weights[0].parent if files.weights else Path())
     return dict(items)
 
 

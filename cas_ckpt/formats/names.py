@@ -72,7 +72,7 @@ def _is_module_state(container: Container) -> bool:
 
 
 def _followers(names: Iterable[str]) -> dict[str, str | None]:
-    """What follows each beginning of a name, up to a dot; None: several things do."""
+    """Beginning of a name, up to a dot -> the part that follows it; None: several do."""
     followers: dict[str, str | None] = {}
     for name in names:
         before = ""
@@ -123,7 +123,7 @@ _PREFIXES = {
     "LORA": "lora_", "MISS": "miss_", "OFT": "oft_", "ROAD": "road_", "TRAINABLE_TOKENS": "trainable_tokens_",
     "WAVEFT": "waveft_",
 }  # fmt: skip
-"""What the names of an adapter's own parameters begin with, by `peft_type`; other types have rules of their own."""
+"""The prefix of the names of an adapter's own parameters by `peft_type`; other types have rules of their own."""
 
 _TOKENS = "trainable_tokens_"
 _MAGNITUDE = "lora_magnitude_vector"
@@ -152,7 +152,7 @@ class Adapter:
     embeddings: frozenset[str]
 
     def live_name(self, name: str) -> str:
-        """What a tensor of its file is called in the live model."""
+        """The name in the live model of a tensor of its file."""
         parts = name.split(".")
         at = self._own(parts)
         if at is not None:
@@ -167,7 +167,7 @@ class Adapter:
         return name
 
     def file_names(self, names: Collection[str]) -> dict[str, str]:
-        """What those tensors of a module's state that are its are called in its file."""
+        """Name of a tensor in a module's state -> name in the adapter's file, of those that are the adapter's."""
         found, layers = {}, set()
         for name in names:
             parts = name.split(".")
@@ -202,7 +202,7 @@ class Adapter:
         return found - {"weight", "bias"}
 
     def _own(self, parts: Sequence[str]) -> int | None:
-        """Where the name of a parameter of the adapter stands."""
+        """The place of the name of a parameter of the adapter; None: it is no such parameter."""
         return next((at for at in reversed(range(len(parts))) if parts[at].startswith(self.prefixes)), None)
 
     def _is_inside(self, parts: Sequence[str]) -> bool:

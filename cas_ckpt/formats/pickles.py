@@ -30,7 +30,7 @@ from cas_ckpt.training.torch_internals import SAFE_GLOBALS, private, typed_stora
 
 MAX_GROWTH = 100
 FREE_BYTES = 1 << 30
-"""What is made may have more bytes than the file (copies, expanded tensors): up to this, or this many times."""
+"""Objects may have more bytes than the file (copies, expanded tensors): up to this, or this many times."""
 
 _OPCODES = re.findall(
     r"\w+",
@@ -39,7 +39,7 @@ _OPCODES = re.findall(
     "BINBYTES8 EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET "
     "ADDITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID",
 )
-"""What state is written with; among the others are those that ask for memory by a number."""
+"""Opcodes that state is written with; among the others are those that ask for memory by a number."""
 
 _MOVED = MappingProxyType({"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"})
 """Modules by the names that older versions write."""
@@ -48,14 +48,14 @@ _COPIED_BYTES = 64
 """An element of a dict, a list or a text that is copied, at most."""
 
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set)
-"""What calls may copy. Those that take tensors copy none; the others take nothing else that has elements."""
+"""Types that calls may copy. Those that take tensors copy none; the others take nothing else that has elements."""
 
 Storage = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 """From the key of a storage, the dtype and the number of its elements to its bytes."""
 
 
 class Stream(Protocol):
-    """Where pickles are read from: what is asked for beyond its end takes no memory."""
+    """A file of pickles: reading beyond its end takes no memory."""
 
     def read(self, size: int = ..., /) -> bytes:
         """The next bytes."""
@@ -67,7 +67,7 @@ class Stream(Protocol):
 
 
 def most_bytes(file_bytes: int) -> int:
-    """What a file of so many bytes may make."""
+    """Bytes that objects of a file of so many bytes may have."""
     return max(FREE_BYTES, MAX_GROWTH * file_bytes)
 
 
@@ -88,7 +88,7 @@ def _named(name: str) -> type[Made]:
 
 
 def read_pickle(data: bytes, *, allowed: Collection[str], what: str) -> Any:
-    """What the pickle `data` describes: plain values, sets, OrderedDicts, `Made` and classes of these.
+    """The object that the pickle `data` describes: plain values, sets, OrderedDicts, `Made` and classes of these.
 
     Args:
         allowed: "module.name" of everything that may be named.
@@ -101,7 +101,7 @@ def read_pickle(data: bytes, *, allowed: Collection[str], what: str) -> Any:
 
 
 def read_torch_pickle(stream: Stream, storage: Storage, *, file_bytes: int, what: str) -> Any:
-    """What the pickle of torch.save at the place of `stream` holds; bytes behind it are left.
+    """The object in the pickle of torch.save at the place of `stream`; bytes behind it are left.
 
     Raises:
         InvalidInputError: torch writes no such pickle. UnsupportedValueError: it names what no state needs.
@@ -153,7 +153,7 @@ class _Unpickler(pickle._Unpickler):
         self.stack[-1] = self.make(call, args)
 
     def make(self, call: Any, args: Any) -> Any:
-        """What calling `call` gives."""
+        """The result of calling `call`."""
         if type(args) is not tuple or id(call) not in self.called:
             name = next((name for name, each in self.found.items() if each is call), "something")
             raise InvalidInputError(
@@ -392,7 +392,7 @@ def _scalar(dtype: _Dtype, data: Any) -> Any:
 
 
 def _check_own(part: Any) -> None:
-    """See that it is a tensor no longer than its storage: some of torch's functions make a copy."""
+    """Refuse a tensor that is longer than its storage: some of torch's functions make a copy."""
     if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
         raise TypeError("a part of a tensor that is no plain tensor")
     if part.numel() * part.itemsize > part.untyped_storage().nbytes():

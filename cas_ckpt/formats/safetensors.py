@@ -59,7 +59,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds: its tensors by rising offset, and its text metadata (None: it has none)."""
+    """The header of a file: its tensors by rising offset, and its text metadata (None: it has none)."""
 
     tensors: tuple[TensorSlot, ...]
     metadata: Mapping[str, str] | None
@@ -83,7 +83,7 @@ def read_header(file: InputFile) -> Header:
 
 
 class _MalformedError(Exception):
-    """What is wrong with a header."""
+    """A header is malformed; the message says how."""
 
 
 def _read_header(file: InputFile) -> Header:
@@ -172,7 +172,7 @@ def _spec(name: str, dtype: str, shape: tuple[int, ...]) -> Spec:
 
 
 def _check_name(text: str, what: str) -> None:
-    """See that `text` can be part of a key."""
+    """Refuse `text` that cannot be part of a key."""
     if _num_bytes(text, what) > MAX_NAME_BYTES or "\0" in text:
         raise _MalformedError(f"{what} {text[:40]!r}... is longer than {MAX_NAME_BYTES} bytes or holds NUL")
 
@@ -185,7 +185,7 @@ def _num_bytes(text: str, what: str) -> int:
 
 
 def _check_cover(ranges: list[tuple[str, int, int]], num_bytes: int) -> None:
-    """See that the ranges follow one another without gap or overlap and end where the file does."""
+    """Refuse ranges that do not follow one another without gap or overlap, or do not end where the file does."""
     at = 0
     for name, begin, end in sorted(ranges, key=lambda found: found[1:]):
         if begin != at:

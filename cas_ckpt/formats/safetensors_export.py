@@ -58,7 +58,7 @@ STEP_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ExportInfo:
-    """What was written: paths in order, the number of tensors and the bytes in them."""
+    """The files of an export: paths in order, the number of tensors and the bytes in them."""
 
     files: tuple[str, ...]
     num_tensors: int
@@ -224,7 +224,7 @@ def _named_tensors(children: Mapping[Any, Item], name_of: Callable[[Path], str |
 
 
 def tensor_name(path: Path) -> str:
-    """What the tensor at `path` is called in a file."""
+    """The name in a file of the tensor at `path`."""
     rest = path[1:] if path[0] == MODEL and len(path) > 1 else path
     return str(rest[0]) if len(rest) == 1 else render_key(rest)
 
@@ -294,7 +294,7 @@ def bands(spec: Spec, *, step_bytes: int = STEP_BYTES) -> Iterator[Box]:
 
 
 def least_export_bytes(step_bytes: int) -> int:
-    """What an export takes at least that writes so much at a time: this, and what it is read and verified with."""
+    """Least memory of an export that writes so much at a time: this, and the memory of reading and verifying it."""
     return least_bytes(0, 0) + step_bytes
 
 

@@ -27,17 +27,17 @@ import numpy as np
 import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import LeftOut, commit_of
-from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.records import LeftOut
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.folders import FileSource, InputFile, OutputFiles, ReadScratch
-from cas_ckpt.formats.models import MODEL, ModelFiles, check_names, side_items
+from cas_ckpt.formats.models import MODEL, ModelFiles, placed, side_items
 from cas_ckpt.formats.pickles import Storage, Stream, most_bytes, read_torch_pickle
 from cas_ckpt.formats.safetensors_export import ExportInfo
+from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
 from cas_ckpt.ops.history.find import list_entries
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import translated
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read, stored_members
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
@@ -48,7 +48,7 @@ from cas_ckpt.training.torch_internals import sparse_parts
 from cas_ckpt.training.verbs import load_state
 
 VALUE = "value"
-"""Where the content of a file that is not a mapping goes."""
+"""The key of the content of a file that is not a mapping."""
 
 MAX_ENTRIES = 20_000_000
 """Entries of a file, counted as often as they are referred to."""
@@ -60,7 +60,7 @@ _PICKLE = "data.pkl"
 """Member of a zip of torch.save, in whose folder the others are."""
 
 _MAGIC_NUMBER, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-"""What a file of torch before 1.6 begins with: two pickles of a number."""
+"""The first two pickles of a file of torch before 1.6."""
 
 
 def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
@@ -81,7 +81,7 @@ def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
 
 
 def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
-    """What a file of torch.save beside a model holds, or why it cannot be taken.
+    """The content of a file of torch.save beside a model, or why it cannot be taken.
 
     Raises:
         InvalidInputError: the file is damaged, or made to harm.
@@ -94,8 +94,8 @@ def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
 
 
 def export_torch(
-    handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
-    keys: str | Sequence[str] | None = None, force: bool = False, progress: Progress = SILENT,
+    handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, keys: str | Sequence[str] | None,
+    force: bool, progress: Progress,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the file `path` with torch.save.
 
@@ -105,11 +105,11 @@ def export_torch(
         ConflictError: the file exists already. NotFoundError, CorruptionError, StorageError;
             nothing is left at `path` then.
     """
-    place, digest = Path(path), resolve(handle, revision)
-    entries = list_entries(handle, Digest(commit_of(handle, digest).root), keys=keys)
+    place = Path(path)
+    entries = list_entries(handle, Digest(row.root), keys=keys)
     tensors = [entry.num_bytes for entry in entries if entry.shape is not None]
     with OutputFiles(place.parent, [place.name], force=force) as output:
-        state = load_state(handle, digest.hex(), keys=keys, progress=progress)
+        state = load_state(handle, row.digest.hex(), keys=keys, progress=progress)
         with output.open(place.name) as file:
             save_torch(state, file, str(place))
     return ExportInfo((str(place),), len(tensors), sum(tensors))
@@ -144,7 +144,7 @@ class _Opened:
 
 
 class Saved:
-    """What torch.save wrote, in memory or mapped.
+    """The bytes that torch.save wrote, in memory or mapped.
 
     Attributes:
         bytes: All of it.
@@ -233,21 +233,17 @@ def _tree(state: Mapping[str, Any], opened: Sequence[_Opened], *, allow_pickle: 
 def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
     """The tensors of all shards, checked against the index, with the versions of their modules."""
     model: dict[str, Any] = {}
-    found: dict[str, Path] = {}
     versions: dict[str, int] | None = None
     for part in opened:
-        path, content = part.file.path, part.content
+        content = part.content
         if not isinstance(content, Mapping):
-            raise InvalidInputError(f"{path}: holds a {type(content).__name__}, wanted a mapping of names to tensors")
-        for name, tensor in content.items():
-            if name in found:
-                raise InvalidInputError(f"{path}: {name!r} is in {found[name].name} too: remove one of them")
-            found[name] = path
-            model[name] = tensor
+            what = type(content).__name__
+            raise InvalidInputError(f"{part.file.path}: holds a {what}, wanted a mapping of names to tensors")
+        model |= content
         told = module_versions(content)
         if told is not None:
             versions = {**(versions or {}), **told}
-    check_names(files.weight_map, found, files.weights[0].parent)
+    placed(files, ((part.file.path, part.content) for part in opened))
     if versions is not None:
         model = OrderedDict(model)
         set_versions(model, versions, model)
@@ -331,7 +327,7 @@ def is_our_byte_order(members: Mapping[str, Member], read: Read, *, what: str) -
 
 
 def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
-    """See that following every reference ends, and before memory does.
+    """Refuse content of which following every reference does not end, or not before memory does.
 
     Raises:
         InvalidInputError: it does not.

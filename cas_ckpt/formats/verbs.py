@@ -227,15 +227,12 @@ def export_any(
     if chosen is WeightsFormat.DCP:
         from cas_ckpt.formats.dcp_export import export_dcp
 
-        return export_dcp(
-            handle, row.digest.hex(), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
-            progress=progress,
-        )  # fmt: skip
+        return export_dcp(handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress)
     if max_shard_bytes is not None:
         raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
     from cas_ckpt.formats.torch_file import export_torch
 
-    return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)
+    return export_torch(handle, row, path, keys=keys, force=force, progress=progress)
 
 
 # --- one value: nested lists, .npy and .pt files --------------------------------------------

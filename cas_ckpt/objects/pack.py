@@ -34,7 +34,7 @@ from cas_ckpt.objects.digest import (
 
 VERSION = 1
 PACK_PREFIX = "packs/"
-"""Where packs are stored."""
+"""The prefix of the keys of packs."""
 
 NAME_BYTES = 16
 CHECK_BYTES = 8
@@ -138,12 +138,12 @@ class ExtentInfo:
 
     @property
     def end(self) -> int:
-        """Where the entry ends in the pack."""
+        """The offset behind the entry in the pack."""
         return self.offset + self.header_bytes + self.stored_bytes
 
 
 class Location(NamedTuple):
-    """Where one extent of an object is stored: the pack's name and the fields of its `ExtentInfo`.
+    """The place of one extent of an object: the pack's name and the fields of its `ExtentInfo`.
 
     A named tuple because there are a hundred thousand of them at a time, and making a frozen
     dataclass costs four times as much.
@@ -163,7 +163,7 @@ class Location(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the extent ends in the pack."""
+        """The offset behind the extent in the pack."""
         return self.offset + self.header_bytes + self.stored_bytes
 
 

@@ -142,7 +142,7 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def without(self, *others: Box) -> list[Box]:
-        """What none of `others` touches, as disjoint boxes; none of them is empty."""
+        """The parts that none of `others` touches, as disjoint boxes; none of them is empty."""
         left = [self] if self.num_elements else []
         for other in others:
             left = [rest for box in left for rest in box._without(other)]

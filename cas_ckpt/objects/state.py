@@ -42,7 +42,7 @@ KIND_OF_FLAVOR = {Flavor.TORCH: "tensor", Flavor.NUMPY: "array", Flavor.VALUE: "
 
 
 class ArraySource(Protocol):
-    """Where the elements of one tensor come from.
+    """The source of the elements of one tensor.
 
     Rules: may be called from several threads; the answer stays valid until the same thread
     calls again; the bytes must not change while a commit runs (a change is found, not stored).
@@ -154,7 +154,7 @@ class LeafHasher(Protocol):
 
 
 class ArrayTarget(Protocol):
-    """Where the elements of one tensor go to. May be called from several threads."""
+    """The destination of the elements of one tensor. May be called from several threads."""
 
     def open(self, box: Box) -> np.ndarray[Any, Any]:
         """A writable array of shape `box.sizes` (raw bits, any strides) to be filled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.refs import RefKind
@@ -274,12 +274,11 @@ class RemoteVerbs(Opened):
             ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret; a filter of
                 what is no promisor.
         """
+        from cas_ckpt.core.settings import Remote, stored_url
         from cas_ckpt.ops.sync.remotes import add_remote
 
-        add_remote(
-            self._handle, name, url, fetch=texts(fetch), push=texts(push), tier=tier, promisor=promisor,
-            keys=texts(filter),
-        )  # fmt: skip
+        made = Remote(name, stored_url(url), texts(fetch), texts(push), tier, promisor, texts(filter))
+        add_remote(self._handle, made)
 
     def set_remote(
         self, name: str, *, url: str | PathLike[str] | None = None, fetch: str | Sequence[str] | None = None,
@@ -291,12 +290,13 @@ class RemoteVerbs(Opened):
         Args:
             url: Where it is; even the same one says that another repository than before may be there.
         """
+        from cas_ckpt.core.settings import stored_url
         from cas_ckpt.ops.sync.remotes import set_remote
 
-        fetched, pushed, keys = (None if given is None else texts(given) for given in (fetch, push, filter))
-        set_remote(
-            self._handle, name, url=url, fetch=fetched, push=pushed, tier=tier, promisor=promisor, keys=keys
-        )  # fmt: skip
+        given: dict[str, Any] = {"url": None if url is None else stored_url(url), "tier": tier, "promisor": promisor}
+        patterns = {"fetch": fetch, "push": push, "filter": filter}
+        given |= {field: None if one is None else texts(one) for field, one in patterns.items()}
+        set_remote(self._handle, name, **{field: value for field, value in given.items() if value is not None})
 
     def remove_remote(self, name: str) -> None:
         """Take the remote away, and its branches here; the other repository is not touched.

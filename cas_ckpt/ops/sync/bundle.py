@@ -69,7 +69,7 @@ class _FileValues(MemoryStore):
         self.places: dict[str, tuple[int, int]] = {}
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
+        """The whole value."""
         if key not in self.places:
             return super().get(key)
         if (size := self.places[key][1]) > MOST_VALUE_BYTES:
@@ -77,7 +77,7 @@ class _FileValues(MemoryStore):
         return bytes(self.get_range(key, 0, size))
 
     def get_range(self, key: str, offset: int, length: int) -> memoryview:
-        """See `Store.get_range`."""
+        """Bytes of a value."""
         if key not in self.places:
             return super().get_range(key, offset, length)
         check_range(key, offset, length)
@@ -97,18 +97,18 @@ class _FileValues(MemoryStore):
         return data.toreadonly()
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
+        """Length and end of a value."""
         if key not in self.places:
             return super().get_tail(key, length)
         size = self.places[key][1]
         return size, bytes(self.get_range(key, max(size - length, 0), min(length, size)))
 
     def head(self, key: str) -> int:
-        """See `Store.head`."""
+        """Length of a value."""
         return self.places[key][1] if key in self.places else super().head(key)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`."""
+        """Key and length of each value below `prefix`, by key."""
         placed = [(key, size) for key, (_, size) in self.places.items() if key.startswith(prefix)]
         return iter(sorted([*super().list(prefix), *placed]))
 
@@ -127,13 +127,13 @@ class _Appending:
             raise
 
     def write(self, data: Buffer) -> None:
-        """See `StreamWriter.write`."""
+        """Append to the member."""
         self._require_open()
         with writing(self._bundle.url):
             self._member.write(byte_view(data))
 
     def commit(self) -> None:
-        """See `StreamWriter.commit`."""
+        """End the member: the pack is whole."""
         self._require_open()
         is_whole = False
         try:
@@ -147,7 +147,7 @@ class _Appending:
             self._end(is_whole=is_whole)
 
     def abort(self) -> None:
-        """See `StreamWriter.abort`: the bundle cannot be finished any more."""
+        """Leave the member as it is: the bundle cannot be finished any more."""
         if self._is_open:
             try:
                 with suppress(OSError):  # what could not be written is thrown away
@@ -193,14 +193,14 @@ class BundleWriter(_FileValues):
         self.is_broken = False
 
     def open_writer(self, key: str) -> Any:
-        """See `Store.open_writer`; waits while another pack is being written."""
+        """A writer of a value; of a pack it waits while another one is being written."""
         if not check_key(key).startswith(PACK_PREFIX):
             return super().open_writer(key)
         self.turn.acquire()
         return _Appending(self, key)
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
+        """Store a whole value."""
         if not key.startswith(PACK_PREFIX):
             super().put(key, data)
             return
@@ -285,7 +285,7 @@ class BundleStore(_FileValues):
     put = open_writer = put_if_absent = compare_and_swap = delete = _refuse
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """Close the file. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -340,7 +340,7 @@ def require_prerequisites(handle: RepositoryHandle, store: BundleStore) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BundleInfo:
-    """What is in a bundle; ids are whole.
+    """The content of a bundle; ids are whole.
 
     Attributes:
         refs: Whole name of each ref -> the commit that it names.
@@ -357,7 +357,7 @@ class BundleInfo:
 
 
 def read_bundle(path: str | os.PathLike[str]) -> BundleInfo:
-    """What a bundle says that it carries.
+    """The content of a bundle, as it says itself.
 
     Raises:
         NotFoundError: there is no such file. CorruptionError: it is not a whole bundle.

@@ -391,7 +391,7 @@ def _begun(
             made.close()
         raise
     try:
-        add_remote(made, ORIGIN, origin.url, promisor=origin.promisor, keys=origin.filter)
+        add_remote(made, origin)
     except BaseException:
         made.close()
         raise

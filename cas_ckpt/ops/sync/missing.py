@@ -298,7 +298,7 @@ class Walk:
             batch.node_bytes += len(found[digest])
 
     def _places(self, digests: Sequence[Digest]) -> _Places:
-        """Where these objects are: at the source or, if it lacks them, at the target."""
+        """The places of these objects: at the source or, if it lacks them, at the target."""
         located = self._source.index.read(contents.locate, digests)
         absent = [digest for digest in digests if not located.get(digest)]
         if absent:

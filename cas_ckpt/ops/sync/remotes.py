@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
@@ -153,21 +154,14 @@ def _apart(handle: RepositoryHandle, ours: Digest, theirs: Digest) -> tuple[int,
     return len(here - there), len(there - here)
 
 
-def add_remote(
-    handle: RepositoryHandle, name: str, url: str | os.PathLike[str], *, fetch: Sequence[str] = (),
-    push: Sequence[str] = (), tier: bool = False, promisor: bool = False, keys: Sequence[str] = (),
-) -> Remote:  # fmt: skip
-    """Let `name` mean the repository at `url`, which need not be there yet.
+def add_remote(handle: RepositoryHandle, made: Remote) -> Remote:
+    """Let a name mean another repository, which need not be there yet.
 
     Raises:
-        ConflictError: there is a remote of that name. InvalidInputError: no possible name; the URL carries a secret; a
-            filter of what is no promisor; or a promisor of a repository that is not on a local disk.
+        ConflictError: there is a remote of that name. InvalidInputError: no possible name; or a promisor of a
+            repository that is not on a local disk.
     """
-    check_promisor(handle.store, promisor)
-    return _add(handle, Remote(name, stored_url(url), tuple(fetch), tuple(push), tier, promisor, tuple(keys)))
-
-
-def _add(handle: RepositoryHandle, made: Remote) -> Remote:
+    check_promisor(handle.store, made.promisor)
     handle.require_writable()
     check_new_name(f"{made.name}/main")  # as its branches are called here
 
@@ -180,30 +174,20 @@ def _add(handle: RepositoryHandle, made: Remote) -> Remote:
     return made
 
 
-def set_remote(
-    handle: RepositoryHandle, name: str, *, url: str | os.PathLike[str] | None = None,
-    fetch: Sequence[str] | None = None, push: Sequence[str] | None = None, tier: bool | None = None,
-    promisor: bool | None = None, keys: Sequence[str] | None = None,
-) -> Remote:  # fmt: skip
-    """Change what is given of a remote; what it is then. Where the URL is given, another repository may be there.
+def set_remote(handle: RepositoryHandle, name: str, **changes: Any) -> Remote:
+    """Change these fields of a remote; what it is then. Where the URL is given, another repository may be there.
 
     Raises:
         NotFoundError: there is no such remote. InvalidInputError: the URL carries a secret; a filter of what is no
             promisor; or a promisor of a repository that is not on a local disk.
     """
     handle.require_writable()
-    check_promisor(handle.store, promisor)
-    given = {
-        "url": None if url is None else stored_url(url), "fetch": None if fetch is None else tuple(fetch),
-        "push": None if push is None else tuple(push), "tier": tier, "promisor": promisor,
-        "filter": None if keys is None else tuple(keys),
-    }  # fmt: skip
-    changes = {key: value for key, value in given.items() if value is not None}
+    check_promisor(handle.store, changes.get("promisor"))
 
     def change(held: Settings) -> Settings:
         was = held.remote(name)
-        moved = was.moved or (url is not None and bool(was.repository))
-        return held.with_remote(replace(was, moved=moved, **changes))  # type: ignore[arg-type]
+        moved = was.moved or ("url" in changes and bool(was.repository))
+        return held.with_remote(replace(was, moved=moved, **changes))
 
     return change_settings(handle.store, change).remote(name)
 
@@ -305,7 +289,7 @@ def rename_remote(handle: RepositoryHandle, old: str, new: str) -> Remote:
         NotFoundError: there is no remote `old`. ConflictError: there is one called `new`.
     """
     held = read_settings(handle.store).remote(old)
-    made = _add(handle, replace(held, name=new))
+    made = add_remote(handle, replace(held, name=new))
     tracking = _of(old, list(handle.refs.list(RefKind.REMOTE)))
     remember(handle, {f"{new}/{_branch_of(old, ref)}": ref.target for ref in tracking}, f"renamed from {old}")
     _take_remote_away(handle, held)

@@ -12,6 +12,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
+from cas_ckpt.core.settings import Remote
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index.query import QueryLimits
 from cas_ckpt.objects.digest import Digest
@@ -96,7 +97,7 @@ def test_a_branch_that_was_pushed_still_has_bytes_of_its_own(repo: RepositoryHan
     before = unique_to(repo, "stranger"), usage_rows(repo, "branch")
     assert before[0].stored_bytes and all(row.unique_bytes for row in before[1])
     init_repository(tmp_path / "tier").close()
-    add_remote(repo, "origin", str(tmp_path / "tier"))
+    add_remote(repo, Remote("origin", str(tmp_path / "tier")))
     push(repo, PushRequest("origin", every_branch=True))
     assert (unique_to(repo, "stranger"), usage_rows(repo, "branch")) == before
     assert unique_to(repo, "stranger", with_remotes=True).stored_bytes == 0

@@ -14,6 +14,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Head, RefKind, check_name
 from cas_ckpt.core.revisions import resolve
+from cas_ckpt.core.settings import Remote
 from cas_ckpt.errors import AmbiguousIdError, ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.request import CommitRequest
@@ -322,7 +323,7 @@ def test_a_short_name_wins_over_an_id_that_begins_like_it_and_says_so(
 
 
 def test_a_name_with_another_meaning_is_not_given_without_force(repo: RepositoryHandle) -> None:
-    add_remote(repo, "usb", "/mnt/usb")
+    add_remote(repo, Remote("usb", "/mnt/usb"))
     digits = resolve(repo, "main").hex()[:12].upper()
     for name in ("usb/main", digits):
         for make in (create_branch, create_tag):
