@@ -33,10 +33,14 @@ command line returns for that kind of error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import PurePath
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 E = TypeVar("E", bound="CkptError")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CkptError(Exception):
@@ -214,6 +218,19 @@ def out_of_memory(error: MemoryError) -> TooLargeError:
         f"there is no memory left ({str(error) or 'the system gives none'}): this process or its container is limited "
         "(ulimit -v, -u): raise the limit, or take less: with cas_ckpt.limits(num_threads=..., memory_bytes=...)"
     )
+
+
+def translates_memory_errors(call: Callable[P, T]) -> Callable[P, T]:
+    """`call`, which raises a `MemoryError` in it as `TooLargeError`."""
+
+    @wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except MemoryError as error:
+            raise out_of_memory(error) from error
+
+    return called
 
 
 def shown_value(given: object) -> str:

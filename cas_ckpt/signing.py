@@ -23,7 +23,7 @@ from datetime import datetime
 from enum import StrEnum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from cas_ckpt.errors import InvalidInputError, StorageError, shown_value
 from cas_ckpt.objects.nodes import MAX_SIGNATURE_BYTES
@@ -70,7 +70,11 @@ def _said(done: subprocess.CompletedProcess[bytes]) -> str:
 # --- signing ----------------------------------------------------------------------------------
 
 
-def key_path(given: Any) -> str:
+KeyFile: TypeAlias = str | PathLike[str]
+"""The file of a key that signs: private, or public where an ssh-agent holds the private one."""
+
+
+def key_path(given: KeyFile) -> str:
     """The absolute path of the key that `given` names; `~` is the home folder.
 
     Raises:
@@ -273,7 +277,11 @@ def _key_of(line: str) -> str:
 # --- what is trusted --------------------------------------------------------------------------
 
 
-def as_trust(given: Any) -> Trust:
+Trusted: TypeAlias = str | PathLike[str] | Sequence[str] | Trust
+"""Whose signatures count: a file of allowed signers or public keys, a public key, several, or a `Trust`."""
+
+
+def as_trust(given: Trusted) -> Trust:
     """`given` as trust: a `Trust`, the path of an allowed_signers or .pub file, a public key, or lines of such a file.
 
     Raises:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from cas_ckpt.arguments import ExportFormat
 from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, memory_option, verb
 from cas_ckpt.cli.output import escaped, subject
 from cas_ckpt.cli.signing import UNSIGNED, given_trust, sign_option, trust_option
@@ -106,7 +107,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 )
 @click.argument("revision")
 @click.argument("path")
-@click.option("--format", type=click.Choice(["safetensors", "torch", "dcp"]), help="Default: by the end of the name.")
+@click.option("--format", type=click.Choice(get_args(ExportFormat)), help="Default: by the end of the name.")
 @click.option("--max-shard-size", "max_shard_bytes", type=SIZE, help="Length of a shard, e.g. 5GB.")
 @click.option("--adapter", metavar="NAME", help="Write this adapter of a PeftModel, as a folder that PEFT opens.")
 @_KEYS

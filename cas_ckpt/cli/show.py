@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from cas_ckpt.arguments import UsageBy
 from cas_ckpt.cli.command import REGION, SIZE, Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.log import describe, line_of, names_of_commits
 from cas_ckpt.cli.output import echo_json, escaped, long_table, plain, subject, table
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.history.log import ShownCommit
     from cas_ckpt.ops.history.shards import ShardRow
     from cas_ckpt.ops.history.usage import CommitUsage, MonthlyCost, RepositoryStats, RepositoryStatus
-    from cas_ckpt.repository.given import UsageBy
 
 
 @verb("show", examples=["cas-ckpt show", "cas-ckpt show v1 --json"], also=[15])
@@ -145,7 +145,6 @@ def read(
 
 # --- bytes ----------------------------------------------------------------------------------
 
-_BY = ("commit", "branch", "tensor", "dtype")
 _COLUMNS = ("total", "new", "unique", "shared")
 
 
@@ -244,7 +243,7 @@ def _commit_rows(found: CommitUsage) -> Iterator[tuple[str, str]]:
     also=[15],
 )
 @click.argument("revision", required=False)
-@click.option("--by", type=click.Choice(_BY), default=_BY[0], show_default=True, help="What a row is.")
+@click.option("--by", type=click.Choice(get_args(UsageBy)), default="commit", show_default=True, help="What a row is.")
 @keys_option("By tensor or dtype: only these; may be repeated.")
 @limit_option("By commit: at most N.")
 @flag("--with-remotes", help="By branch: remote-tracking branches (origin/main) hold what they lead to.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from cas_ckpt.arguments import RepairKind
 from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, shard_option, verb, verb_group
 from cas_ckpt.cli.log import line_of
 from cas_ckpt.cli.output import escaped, plain, table, utc
@@ -17,15 +18,15 @@ from cas_ckpt.core.host_cache import HostCache
 from cas_ckpt.core.protocol import GcPhase
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
-from cas_ckpt.ops.fsck.report import Effect, RepairKind
+from cas_ckpt.ops.fsck.report import Effect
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.host_cache import CachedRepository
     from cas_ckpt.core.units import PackShard
+    from cas_ckpt.objects.codec import EncodingPolicy
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
-    from cas_ckpt.repository.given import Encoding
 
 
 PARTLY = 3
@@ -44,7 +45,7 @@ def init(
     settings: Settings,
     path: str | None,
     branch: str,
-    encoding: Encoding | None,
+    encoding: EncodingPolicy | None,
     pack_size: int | None,
     single_writer: bool,
 ) -> None:
@@ -254,11 +255,7 @@ MOST_KEYS = 8
 @click.option("--max-age", type=AGE, help="Pass over packs that were read, and found intact, since then.")
 @flag("--remote", help="Ask remotes whether they have the chunks that they promised.")
 @click.option(
-    "--repair",
-    "kinds",
-    multiple=True,
-    type=click.Choice([kind.value for kind in RepairKind]),
-    help="Repair this. May be repeated.",
+    "--repair", "kinds", multiple=True, type=click.Choice(get_args(RepairKind)), help="Repair this. May be repeated."
 )
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")
 @click.option("--ref", "refs", multiple=True, type=Pair("NAME=REVISION"), help="What a damaged ref is to name.")
@@ -266,7 +263,7 @@ MOST_KEYS = 8
 @click.pass_obj
 def fsck(
     settings: Settings, read_data: bool, subset: str | None, shard: PackShard | None, max_duration: float | None,
-    max_age: float | None, remote: bool, kinds: tuple[str, ...], sources: tuple[str, ...],
+    max_age: float | None, remote: bool, kinds: tuple[RepairKind, ...], sources: tuple[str, ...],
     refs: tuple[tuple[str, str], ...], dry_run: bool,
 ) -> int:  # fmt: skip
     """Check that all that commits need is there and intact; name what damage hits, and repair it.
@@ -339,13 +336,13 @@ def _problem(problem: Problem) -> Iterator[str]:
 
 
 def _repair(
-    settings: Settings, kinds: Sequence[str], sources: Sequence[str], refs: dict[str, str], *, read_data: bool,
+    settings: Settings, kinds: Sequence[RepairKind], sources: Sequence[str], refs: dict[str, str], *, read_data: bool,
     dry_run: bool,
 ) -> int:  # fmt: skip
-    from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+    from cas_ckpt.ops.fsck.repair import repair_url
     from cas_ckpt.ops.fsck.report import RepairRequest
 
-    request = RepairRequest(parse_kinds(kinds), tuple(sources), refs, read_data, dry_run)
+    request = RepairRequest(frozenset(kinds), tuple(sources), refs, read_data, dry_run)
     report = repair_url(settings.place(), request, index_url=settings.index, progress=settings.show_progress())
     settings.show({**plain(report), "ok": report.ok}, _repaired(report, quiet=settings.quiet))
     return 0 if report.ok else PARTLY

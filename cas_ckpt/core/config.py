@@ -9,10 +9,10 @@ import re
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
 
+from cas_ckpt.arguments import check_choice, check_whole
 from cas_ckpt.core.refs import NONCE_BYTES
-from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError, shown_value
+from cas_ckpt.errors import CorruptionError, NoRepositoryError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.store import EmulatesConditions, Store, exists
 
@@ -67,11 +67,8 @@ def check_settings(config: Config) -> None:
     """
     from cas_ckpt.objects.codec import EncodingPolicy  # brings zstandard, which reading a config does not need
 
-    known = get_args(EncodingPolicy)
-    if config.encoding not in known:
-        raise InvalidInputError(f"encoding {config.encoding!r} is not one of {', '.join(known)}")
-    if config.pack_bytes < MIN_PACK_BYTES:
-        raise InvalidInputError(f"packs of {config.pack_bytes} bytes are too small: at least {MIN_PACK_BYTES}")
+    check_choice("encoding", config.encoding, EncodingPolicy)
+    check_whole("pack_bytes", config.pack_bytes, least=MIN_PACK_BYTES)
 
 
 def read_config(store: Store) -> Config:

@@ -67,7 +67,7 @@ def init_repository(
         new_store_id(),
         default_branch,
         encoding or (DEFAULT_ENCODING if is_local else REMOTE_ENCODING),
-        pack_bytes or (DEFAULT_PACK_BYTES if is_local else REMOTE_PACK_BYTES),
+        (DEFAULT_PACK_BYTES if is_local else REMOTE_PACK_BYTES) if pack_bytes is None else pack_bytes,
     )
     check_settings(config)
     try:

@@ -25,7 +25,7 @@ from types import EllipsisType, MappingProxyType
 from typing import TypeAlias
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import checked_step
+from cas_ckpt.arguments import check_whole, checked_step, texts
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index.rows import SIGNS, AxisBound, CommitFilter, MetricBound
 
@@ -378,7 +378,7 @@ def commit_filter(
     since: Moment | None = None,
     until: Moment | None = None,
     step: int | str | Sequence[int | None] | None = None,
-    metrics: Sequence[str] = (),
+    metrics: str | Sequence[str] = (),
     author: str | None = None,
     world_size: int | None = None,
     axes: str | Sequence[str] | Mapping[str, int | None] = (),
@@ -389,16 +389,14 @@ def commit_filter(
         InvalidInputError: one of them is of another form.
     """
     first, last = parse_steps(step)
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise InvalidInputError(f"world_size is {shown_value(world_size)}: give a number of ranks, from 1 on")
     return CommitFilter(
         since_us=None if since is None else parse_moment(since),
         until_us=None if until is None else parse_moment(until, end=True),
         first_step=first,
         last_step=last,
-        metrics=tuple(parse_bound(text) for text in ([metrics] if isinstance(metrics, str) else metrics)),
+        metrics=tuple(map(parse_bound, texts("where", metrics))),
         author=author or None,
-        world_size=world_size,
+        world_size=None if world_size is None else check_whole("world_size", world_size, least=1),
         axes=axis_bounds(axes),
     )
 

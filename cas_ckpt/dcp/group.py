@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from os import PathLike
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,14 +26,11 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head
-from cas_ckpt.errors import ConflictError, InvalidInputError, out_of_memory
+from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.objects.state import Path
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.training.process_group import GroupPeers
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _BUSY = (
     "another save to this branch, or over this process group, is not finished: wait for its future first "
@@ -224,19 +221,6 @@ def close_groups() -> None:
     with _making:
         while _groups:
             _groups.popitem()[1].peers.close()
-
-
-def translates_memory_errors(hook: Callable[P, T]) -> Callable[P, T]:
-    """A hook that DCP calls, which raises a `MemoryError` in it as `TooLargeError`, as the verbs of a Repository."""
-
-    @wraps(hook)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return hook(*args, **kwargs)
-        except MemoryError as error:
-            raise out_of_memory(error) from error
-
-    return called
 
 
 class RepositoryPlace:

@@ -50,10 +50,17 @@ from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision
 from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
-from cas_ckpt.dcp.group import RepositoryPlace, translates_memory_errors
+from cas_ckpt.dcp.group import RepositoryPlace
 from cas_ckpt.dcp.names import Entries, StoredOptimizers, flat_items, is_plain_tensor, module_states, stored_object
 from cas_ckpt.dcp.writer import StoredEntry
-from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError, out_of_memory
+from cas_ckpt.errors import (
+    CorruptionError,
+    InvalidInputError,
+    MismatchError,
+    NotFoundError,
+    out_of_memory,
+    translates_memory_errors,
+)
 from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.layouts import LayoutObject

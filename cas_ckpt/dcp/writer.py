@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cas_ckpt.arguments import OnConflict, OnDivergence, ReplicaCheck
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import branch_target, check_meaning
@@ -47,18 +48,17 @@ from cas_ckpt.dcp.group import (
     branch_turn,
     members_of,
     shared_group,
-    translates_memory_errors,
     wait_for_saves,
     world_size,
 )
 from cas_ckpt.dcp.names import module_states
 from cas_ckpt.dcp.staging import stage_state
 from cas_ckpt.dcp.tree import tree_of
-from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
+from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, translates_memory_errors
 from cas_ckpt.memory import current_limits, holding
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
-from cas_ckpt.ops.commit.options import DEFAULT_AUDIT, OnConflict, OnDivergence, ReplicaCheck
+from cas_ckpt.ops.commit.options import DEFAULT_AUDIT
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 from cas_ckpt.ops.refs import create_tag
 from cas_ckpt.parallel.peers import Peers, SoloPeers, collective_errors, error_text

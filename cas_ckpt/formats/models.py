@@ -25,9 +25,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 
+from cas_ckpt.arguments import ExportFormat
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import LeftOut
@@ -40,21 +40,12 @@ from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.store import translated
 
-
-class WeightsFormat(StrEnum):
-    """How weights are written; DCP is the folder of torch.distributed.checkpoint."""
-
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    DCP = "dcp"
-
-
-SUFFIXES: dict[str, WeightsFormat] = {
-    ".safetensors": WeightsFormat.SAFETENSORS,
-    ".pt": WeightsFormat.TORCH,
-    ".pth": WeightsFormat.TORCH,
-    ".bin": WeightsFormat.TORCH,
-    ".ckpt": WeightsFormat.TORCH,
+SUFFIXES: dict[str, ExportFormat] = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
 }
 """The format of a weights file by the end of its name."""
 
@@ -104,7 +95,7 @@ class ModelFiles:
         left_out: What else is in the folder, and why it is not taken.
     """
 
-    format: WeightsFormat
+    format: ExportFormat
     weights: tuple[Path, ...]
     weight_map: Mapping[str, str] | None = None
     side_files: tuple[Path, ...] = field(default=())
@@ -144,9 +135,7 @@ def files_beside(folder: Path, saved: Collection[str], *, follow_links: bool = F
         InvalidInputError: a link that leads out of the folder.
     """
     entries = {name: is_dir for name, is_dir in _listed(folder).items() if name not in saved}
-    return _checked(
-        _with_rest(ModelFiles(WeightsFormat.DCP, (), is_folder=True), folder, entries), folder, follow_links
-    )
+    return _checked(_with_rest(ModelFiles("dcp", (), is_folder=True), folder, entries), folder, follow_links)
 
 
 def _checked(files: ModelFiles, folder: Path, follow_links: bool) -> ModelFiles:

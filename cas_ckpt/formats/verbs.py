@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cas_ckpt.arguments import ExportFormat, check_choice, check_path
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info
 from cas_ckpt.core.revisions import Revision
@@ -28,7 +29,6 @@ from cas_ckpt.formats.models import (
     MODEL,
     SUFFIXES,
     ModelFiles,
-    WeightsFormat,
     files_beside,
     find_model,
     model_tree,
@@ -70,7 +70,7 @@ def import_any(
         InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
             the file, and the branch is as it was. ConflictError, StorageError: as for a commit.
     """
-    with naming(path):
+    with naming(check_path(path)):
         read = read_state(
             path, follow_links=follow_links, allow_pickle=request.allow_pickle, adapter=adapter, keep_names=keep_names
         )
@@ -113,7 +113,7 @@ def read_state(
         beside = side_items(files)
     else:
         files, beside = find_model(path, follow_links=follow_links), {}
-        if files.format is WeightsFormat.SAFETENSORS:
+        if files.format == "safetensors":
             tree = model_tree(files)
         else:
             from cas_ckpt.formats.torch_file import torch_tree
@@ -164,7 +164,7 @@ def file_tree(path: str | os.PathLike[str]) -> Container:
     Raises:
         InvalidInputError: as for `import_any`.
     """
-    with naming(path):
+    with naming(check_path(path)):
         return read_state(path).tree
 
 
@@ -177,7 +177,7 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
         name, _, inner = key.partition("/")
         item: Item | LeftOut
         if path.suffix == ".safetensors":
-            item = model_tree(ModelFiles(WeightsFormat.SAFETENSORS, (path,))).children[MODEL]
+            item = model_tree(ModelFiles("safetensors", (path,))).children[MODEL]
         else:
             from cas_ckpt.formats.torch_file import part_item
 
@@ -210,21 +210,19 @@ def export_any(
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
         What the three raise; nothing is left at `path` then.
     """
-    if format is None:
-        chosen = SUFFIXES.get(Path(path).suffix.lower(), WeightsFormat.SAFETENSORS)
-    elif format in list(WeightsFormat):
-        chosen = WeightsFormat(format)
-    else:
-        raise InvalidInputError(f"there is no export format {format!r}: choose one of {', '.join(WeightsFormat)}")
+    path = check_path(path)
+    chosen = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
+    if format is not None:
+        chosen = check_choice("format", format, ExportFormat)
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
-    if chosen is WeightsFormat.SAFETENSORS:
+    if chosen == "safetensors":
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter, force=force,
             progress=progress,
         )  # fmt: skip
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
-    if chosen is WeightsFormat.DCP:
+    if chosen == "dcp":
         from cas_ckpt.formats.dcp_export import export_dcp
 
         return export_dcp(handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress)

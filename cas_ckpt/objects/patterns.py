@@ -10,12 +10,11 @@ Invariant: one pattern means the same to whoever walks a tree in memory and to w
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from cas_ckpt.arguments import did_you_mean
+from cas_ckpt.arguments import Keys, did_you_mean, texts
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.state import Name, Path, parse_key, render_key
@@ -114,9 +113,9 @@ class KeyPatterns:
         keys: Whole keys that match too; nobody minds if they are not there.
     """
 
-    def __init__(self, patterns: str | Sequence[str] | None, keys: frozenset[str] = frozenset()) -> None:
+    def __init__(self, patterns: Keys, keys: frozenset[str] = frozenset()) -> None:
         self._keys = keys
-        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        self.patterns = () if patterns is None else texts("keys", patterns)
         self._compiled = list(map(compile_pattern, self.patterns))
         self._used = [False] * len(self.patterns)
         self._others: list[str] = []

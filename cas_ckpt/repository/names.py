@@ -1,22 +1,24 @@
-"""Branches, tags and pins, and what they named before."""
+"""Branches, tags and pins, what they named before, and who signed what."""
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.arguments import check_limit
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.repository.given import KeyFile, given_key
-from cas_ckpt.repository.opened import Opened
+from cas_ckpt.repository.opened import Opened, given_key
 
 if TYPE_CHECKING:
     from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.core.signatures import SignedBranches
     from cas_ckpt.ops.refs import PinInfo, RefMove
+    from cas_ckpt.ops.verify import SignedBytes, VerifyReport
+    from cas_ckpt.signing import KeyFile, Trusted
 
 
-@reads_arguments
 class NameVerbs(Opened):
-    """Branches, tags and pins, and what they named before."""
+    """Names of commits, and signatures."""
 
     def branch(self, name: str, *, start: Revision = "HEAD", force: bool = False) -> str:
         """Make the branch `name` at the commit `start`; that commit's id.
@@ -80,7 +82,7 @@ class NameVerbs(Opened):
         return undelete_ref(self._handle, RefKind.BRANCH, name).hex()
 
     def tag(
-        self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False, sign: KeyFile = None
+        self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False, sign: KeyFile | None = None
     ) -> str:
         """Let the tag `name` name the commit `ref`; that commit's id.
 
@@ -178,4 +180,63 @@ class NameVerbs(Opened):
         """
         from cas_ckpt.ops.refs import reflog
 
-        return reflog(self._handle, ref, limit=limit)
+        return reflog(self._handle, ref, limit=check_limit(limit))
+
+    def verify(
+        self, ref: Revision = "HEAD", *, trust: Trusted, revoked: str | PathLike[str] | None = None,
+        history: bool = False,
+    ) -> VerifyReport:  # fmt: skip
+        """Who signed the commit, and the tag that `ref` is; `ok` says whether somebody who is trusted did.
+
+        Args:
+            trust: The path of an allowed_signers file as git uses it, or of a public key; a public key as text; a list
+                of public keys or lines of such a file; or a `Trust`.
+            revoked: A file of public keys that count no more.
+            history: Every commit that it leads to has to be signed as well.
+        Raises:
+            InvalidInputError: a line of `trust` that is not understood. StorageError: a file cannot be read.
+        """
+        from cas_ckpt.ops.verify import verify_revision
+        from cas_ckpt.signing import as_trust
+
+        trusted = as_trust(trust)
+        if revoked is not None:
+            trusted = trusted.without(revoked)
+        return verify_revision(self._handle, ref, trusted, history=history)
+
+    def signed_bytes(self, ref: Revision = "HEAD") -> SignedBytes:
+        """The signature of the commit, or of the tag that `ref` is, and the bytes that it is of: for other programs.
+
+        Raises:
+            NotFoundError: it is not signed.
+        """
+        from cas_ckpt.ops.verify import signed_bytes
+
+        return signed_bytes(self._handle, ref)
+
+    def signers(self) -> SignedBranches:
+        """The branches that take signed commits only, by pattern, and whose; maybe none."""
+        from cas_ckpt.core.signatures import read_signers
+
+        return read_signers(self._handle.store)
+
+    def set_signers(self, branch: str, trust: Trusted) -> SignedBranches:
+        """Let branches that match the pattern `branch` take commits only that somebody in `trust` signed; all rules.
+
+        Commits that are there already stay as they are. It keeps those who use cas_ckpt from mistakes; against those
+        who can write to the store otherwise, readers have `trust=`.
+        """
+        from cas_ckpt.core.signatures import set_signers
+        from cas_ckpt.signing import as_trust
+
+        return set_signers(self._handle, branch, as_trust(trust))
+
+    def clear_signers(self, branch: str | None = None) -> SignedBranches:
+        """Let the branches of the pattern `branch`, or all, take any commit again; what is left.
+
+        Raises:
+            NotFoundError: no such pattern is set.
+        """
+        from cas_ckpt.core.signatures import clear_signers
+
+        return clear_signers(self._handle, branch)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.arguments import texts
 from cas_ckpt.core.refs import RefKind
+from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.given import texts
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.sync.send import SyncReport
 
 
-@reads_arguments
 class RemoteVerbs(Opened):
     """Other repositories: their names here, and commits that travel to and from them."""
 
+    @translates_memory_errors
     def push(
         self,
         remote: str | PathLike[str] | None = None,
@@ -63,11 +63,12 @@ class RemoteVerbs(Opened):
         from cas_ckpt.ops.sync.push import PushRequest, push
 
         request = PushRequest(
-            remote, texts(refs), texts(delete), all_branches, tags, force, force_with_lease, dry_run,
+            remote, texts("refs", refs), texts("delete", delete), all_branches, tags, force, force_with_lease, dry_run,
             max_bandwidth, shown(progress), None if shard is None else parse_shard(shard),
         )  # fmt: skip
         return push(self._handle, request)
 
+    @translates_memory_errors
     def fetch(
         self,
         remote: str | PathLike[str] | None = None,
@@ -104,11 +105,12 @@ class RemoteVerbs(Opened):
         from cas_ckpt.ops.sync.fetch import FetchRequest, fetch
 
         request = FetchRequest(
-            remote, texts(branches), tags, prune, dry_run, max_bandwidth, shown(progress), commits=texts(commits),
-            filter=texts(filter), force=force,
+            remote, texts("branches", branches), tags, prune, dry_run, max_bandwidth, shown(progress),
+            commits=texts("commits", commits), filter=texts("filter", filter), force=force,
         )  # fmt: skip
         return fetch(self._handle, request)
 
+    @translates_memory_errors
     def pull(
         self,
         remote: str | PathLike[str] | None = None,
@@ -142,8 +144,9 @@ class RemoteVerbs(Opened):
         request = FetchRequest(remote, (), tags, False, dry_run, max_bandwidth, shown(progress))
         return pull(self._handle, request, branch=branch, rebase=rebase)
 
+    @translates_memory_errors
     def create_bundle(
-        self, path: str | PathLike[str], refs: str | Sequence[str] = (), *, since: Sequence[Revision] = (),
+        self, path: str | PathLike[str], refs: str | Sequence[str] = (), *, since: Revision | Sequence[Revision] = (),
         force: bool = False, progress: Progress | bool = False,
     ) -> BundleInfo:  # fmt: skip
         """Write one file that carries commits, for where no network goes.
@@ -155,10 +158,13 @@ class RemoteVerbs(Opened):
         Raises:
             ConflictError: the file is there. InvalidInputError: nothing would be in it.
         """
+        from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.sync.push import create_bundle
 
-        return create_bundle(self._handle, path, texts(refs), since=since, force=force, progress=shown(progress))
+        known, told = revision_texts(since), shown(progress)
+        return create_bundle(self._handle, path, texts("refs", refs), since=known, force=force, progress=told)
 
+    @translates_memory_errors
     def unbundle(
         self, path: str | PathLike[str], *, remote: str | None = None, dry_run: bool = False,
         progress: Progress | bool = False,
@@ -176,6 +182,7 @@ class RemoteVerbs(Opened):
 
         return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
 
+    @translates_memory_errors
     def verify_bundle(self, path: str | PathLike[str], *, progress: Progress | bool = False) -> BundleInfo:
         """Read and hash every byte of a bundle, and see that it can be taken here.
 
@@ -186,6 +193,7 @@ class RemoteVerbs(Opened):
 
         return verify_bundle(self._handle, path, progress=shown(progress))
 
+    @translates_memory_errors
     def push_pending(
         self, remote: str, *, max_bandwidth: float | None = None, progress: Progress | bool = False
     ) -> list[SyncReport]:
@@ -214,16 +222,6 @@ class RemoteVerbs(Opened):
         from cas_ckpt.core.push_failures import push_failures
 
         return push_failures(self._handle)
-
-    def wait_pushed(self, timeout_s: float | None = None) -> bool:
-        """Wait until what `commit(push_to=)` left to be pushed is pushed; whether it is.
-
-        Args:
-            timeout_s: Wait no longer than this, for all of them together.
-        Raises:
-            Whatever the last push to a remote raised; of several the first, after all have ended.
-        """
-        return self._pushes is None or self._pushes.wait(timeout_s)
 
     def remotes(self) -> list[RemoteInfo]:
         """The other repositories that have names here, by name."""
@@ -277,7 +275,10 @@ class RemoteVerbs(Opened):
         from cas_ckpt.core.settings import Remote, stored_url
         from cas_ckpt.ops.sync.remotes import add_remote
 
-        made = Remote(name, stored_url(url), texts(fetch), texts(push), tier, promisor, texts(filter))
+        made = Remote(
+            name, stored_url(url), texts("fetch", fetch), texts("push", push), tier, promisor,
+            texts("filter", filter),
+        )  # fmt: skip
         add_remote(self._handle, made)
 
     def set_remote(
@@ -295,7 +296,7 @@ class RemoteVerbs(Opened):
 
         given: dict[str, Any] = {"url": None if url is None else stored_url(url), "tier": tier, "promisor": promisor}
         patterns = {"fetch": fetch, "push": push, "filter": filter}
-        given |= {field: None if one is None else texts(one) for field, one in patterns.items()}
+        given |= {field: None if one is None else texts(field, one) for field, one in patterns.items()}
         set_remote(self._handle, name, **{field: value for field, value in given.items() if value is not None})
 
     def remove_remote(self, name: str) -> None:

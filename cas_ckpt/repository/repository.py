@@ -1,36 +1,38 @@
-"""`Repository`: the one class that people use; here is how one is made, opened and closed."""
+"""`Repository`, the one class that people use: its own verbs are those that training state goes in and comes out by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
-from typing import Literal, Self
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import reads_arguments
-from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import Head
-from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.ops.commit.options import CommitOptions
-from cas_ckpt.parallel.peers import Call, Peers
+from cas_ckpt.arguments import Device, ExportFormat, Keys, SnapshotKind, TorchDtype, WorkerKind
+from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
+from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
+from cas_ckpt.parallel.peers import collective_errors
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.contents import ContentVerbs
-from cas_ckpt.repository.given import Encoding, ProcessGroup, Trusted, given_trust, texts
-from cas_ckpt.repository.history import HistoryVerbs
+from cas_ckpt.repository.commits import CommitVerbs
 from cas_ckpt.repository.names import NameVerbs
-from cas_ckpt.repository.plans import PlanVerbs
-from cas_ckpt.repository.ranks import AUTO, TIMEOUT_S, Ranks
+from cas_ckpt.repository.opened import given_key, given_trust
 from cas_ckpt.repository.remotes import RemoteVerbs
-from cas_ckpt.repository.signatures import SignatureVerbs
-from cas_ckpt.repository.states import StateVerbs
 from cas_ckpt.repository.upkeep import UpkeepVerbs
-from cas_ckpt.repository.usage import UsageVerbs
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.records import CommitInfo, ImportInfo
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.formats.safetensors_export import ExportInfo
+    from cas_ckpt.ops.checkout.checkout import Region
+    from cas_ckpt.ops.commit.request import CommitRequest
+    from cas_ckpt.signing import Trusted
+    from cas_ckpt.training.background.pending import PendingCommit
+    from cas_ckpt.training.verbs import CheckoutReport
 
 
-@reads_arguments
-class Repository(
-    StateVerbs, ContentVerbs, HistoryVerbs, NameVerbs, RemoteVerbs, SignatureVerbs, PlanVerbs, UsageVerbs, UpkeepVerbs
-):
+class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
     """An open repository.
 
     A revision is what people write for a commit: a branch or tag, at least four digits of an
@@ -50,243 +52,319 @@ class Repository(
     Use it as a context manager, or call `close`.
     """
 
-    @classmethod
-    def init(
-        cls,
-        url: str | PathLike[str],
-        *,
-        default_branch: str = "main",
-        encoding: Encoding | None = None,
-        pack_bytes: int | None = None,
-        single_writer: bool = False,
-        index_url: str | None = None,
-        cache: str | PathLike[str] | None = AUTO,
-        group: ProcessGroup | Peers | Literal["auto"] | None = "auto",
-        timeout_s: float = TIMEOUT_S,
-    ) -> Repository:
-        """A new repository at `url`, opened. In a distributed job all ranks call it together.
+    @translates_memory_errors
+    def commit(
+        self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, meta: Any = None, frozen: Keys = None,
+        push_to: str | None = None, progress: Progress | bool = False, options: CommitOptions | None = None,
+    ) -> CommitInfo:  # fmt: skip
+        """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
+
+        In a distributed job all ranks call it together, each with its own part of the state, and
+        all get the same commit.
 
         Args:
-            url: A path or a URL, e.g. `s3://bucket/prefix`. A folder must be empty, or not there yet.
-            default_branch: The branch that commits go to unless they say otherwise.
-            encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it. None: "auto", and
-                "planes" on object storage.
-            pack_bytes: Length at which a data pack is closed. None: 512 MiB, and 128 MiB on object storage.
-            single_writer: An object storage that ignores conditional writes will do. You see to it that one process at
-                a time writes (commits, collects, pushes); a second one would lose commits.
-            index_url: As for `open`. The URL of a database without a password is noted in the repository, so that
-                whoever opens it for writing need not give it.
-            cache, group, timeout_s: See `open`.
+            state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
+                tensors and plain values. Nobody may change it during the call.
+            branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
+                one begins at the commit that the state came from (`head`).
+            meta: A plain value that is kept with the commit.
+            frozen: Keys whose tensors do not change in this process: hashed once, then compared byte by byte with
+                a checksum. "requires_grad": all parameters, of modules in the state, that require none.
+            push_to: A remote that gets the commit, and all else that it lacks, in a thread behind the caller's back;
+                until it has it, the commit cannot be forgotten here. What fails is logged, and tried again by the next.
+            options: The rest, in place of the `commit_options` of the repository.
         Raises:
-            ConflictError: there is a repository, or something else, already.
-            InvalidInputError: impossible settings.
-            StorageError: the store ignores conditional writes, and `single_writer` is False.
-            PeerError: another rank could not; raised on all ranks at once.
+            PeerError: another rank failed, is gone, or disagrees; says who and what.
+            UnsupportedValueError: something in the state cannot be expressed; names its key.
+            FrozenChangedError: a frozen tensor is not what it was.
+            InvalidInputError: no branch is checked out, or it may not be begun like this; says how.
+            ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
+            OutOfSpaceError: nothing is lost; free some space and commit again.
+            SignatureError: the branch takes signed commits only, and this is not signed as it wants.
+            MemoryBudgetError: the limit of memory is too little; says how much is needed. Nothing was written.
         """
-        from cas_ckpt.core.create import init_repository
+        from cas_ckpt.training.verbs import commit_state
 
-        ranks = Ranks(group, timeout_s)
-        given = {"encoding": encoding, "pack_bytes": pack_bytes, "single_writer": single_writer}
-        try:
-            handle = ranks.open_in_turn(
-                Call("init", {"default_branch": default_branch, **given}),
-                lambda: init_repository(
-                    url,
-                    default_branch=default_branch,
-                    encoding=encoding,
-                    pack_bytes=pack_bytes,
-                    single_writer=single_writer,
-                    index_url=index_url,
-                    cache=cache,
-                ),
-                lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
-            )
-        except BaseException:
-            ranks.close()
-            raise
-        return cls(handle, ranks=ranks)
-
-    @classmethod
-    def open(
-        cls,
-        url: str | PathLike[str],
-        *,
-        create: bool = False,
-        index_url: str | None = None,
-        read_only: bool | None = False,
-        cache: str | PathLike[str] | None = AUTO,
-        group: ProcessGroup | Peers | Literal["auto"] | None = "auto",
-        timeout_s: float = TIMEOUT_S,
-        progress: Progress | bool = False,
-        trust: Trusted | None = None,
-        commit_options: CommitOptions | None = None,
-    ) -> Repository:
-        """The repository at `url`.
-
-        Args:
-            index_url: Where the index is, if not inside the repository: a path, or a URL of
-                SQLAlchemy (e.g. of a PostgreSQL that a team shares).
-            create: Make an empty one if there is none. In a distributed job all ranks call it together then.
-            read_only: Write nothing, not even the index. None: where nothing may be written, as it is.
-            cache: A folder where this host keeps what it has read of repositories on stores that are not local, so
-                that the next look costs few requests; processes share it. "auto": `~/.cache/cas_ckpt`. None: nowhere,
-                the index is in memory then. It holds too for remotes that are pushed to and fetched from.
-            group: The ranks that commit and check out together: by itself all ranks of
-                torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
-                None: this process alone.
-            timeout_s: How long a rank waits for the others before it raises PeerError.
-            progress: Of what an index of an older version lacks, which the first question that needs it reads.
-            trust: Whose signature a commit needs before `checkout`, `load`, `read` and `export` give its state: the
-                path of an allowed_signers file, public keys, or a `Trust`. See `verify`.
-            commit_options: What commits say and how they are made where a call has no `options`; the attribute
-                `commit_options` of the object, which may be changed.
-        Raises:
-            NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
-            InvalidInputError: `create` and `read_only` together.
-            PermissionDeniedError: it may not be written, and `read_only` is False.
-            CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
-        """
-        from cas_ckpt.core.create import open_allowed, open_or_init, require_rights
-
-        if create and read_only:
-            raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
-        ranks, handle = Ranks(group, timeout_s), None
-        try:
-            if create:
-                handle = ranks.open_in_turn(
-                    Call("open", {"create": True}),
-                    lambda: open_or_init(url, index_url=index_url, cache=cache),
-                    lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
-                )  # fmt: skip
-            else:
-                handle = open_allowed(url, index_url=index_url, read_only=read_only, cache=cache)
-            handle.progress, handle.trust = shown(progress), given_trust(trust)
-            if read_only is False:
-                require_rights(handle)
-        except BaseException:
-            if handle is not None:
-                handle.close()
-            ranks.close()
-            raise
-        return cls(handle, ranks=ranks, commit_options=commit_options)
-
-    @classmethod
-    def clone(
-        cls,
-        url: str | PathLike[str],
-        target: str | PathLike[str],
-        *,
-        branch: str | None = None,
-        branches: str | Sequence[str] = (),
-        depth: int | None = None,
-        filter: str | Sequence[str] = (),  # noqa: A002 - as git calls it
-        tags: bool | None = None,
-        max_bandwidth: float | None = None,
-        cache: str | PathLike[str] | None = AUTO,
-        progress: Progress | bool = False,
-    ) -> Repository:
-        """A new repository at `target` with the commits of the one at `url`, which is its remote `origin`; opened.
-
-        One that was broken off is gone on with. In a distributed job call it on one rank.
-
-        Args:
-            branch: The branch that begins here, the default branch here; if not given the default branch there or, if
-                that has no commits, the only one.
-            branches: Patterns of its branches that come ("ft/*"); all, if none is given.
-            depth: Only so many commits on every way back from a head come with their data; of those before them the
-                record alone, as of forgotten ones.
-            filter: Patterns of keys ("model/**") whose chunks come; the others are promised by `origin`, and are
-                brought from there when they are read. All, if none is given.
-            tags: All (True), none (False), or those of commits that come.
-            max_bandwidth: Bytes a second at most.
-            cache: See `open`; of both.
-        Raises:
-            ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
-            NotFoundError: there is no such branch. InvalidInputError: several may be meant.
-        """
-        from cas_ckpt.ops.sync.fetch import FetchRequest, clone
-
-        if depth is not None and depth < 1:
-            raise InvalidInputError(f"depth is {depth}: give a number from 1 on")
-        request = FetchRequest(
-            branches=texts(branches), tags=tags, max_bandwidth=max_bandwidth, progress=shown(progress), depth=depth,
-            filter=texts(filter),
-        )  # fmt: skip
-        handle, _ = clone(url, target, request, branch=branch, cache=cache)
-        return cls(handle)
-
-    def close(self) -> None:
-        """Wait for pending commits, and for what `push_to=` left to be pushed; then release files and connections.
-
-        Idempotent. An interrupt (Ctrl-C) ends the wait alone: what is pending goes on, and nothing is released, until
-        `close` is called again or the interpreter ends, which waits for commits.
-
-        Raises:
-            BackgroundCommitError: a pending commit failed, and nobody has heard of it yet. Whatever the last push
-            raised. All is released then, too, and the next process pushes what is missing there.
-            InvalidInputError: in a callback of a pending commit, or in a signal handler that interrupted a commit or a
-            checkout; nothing is released.
-        """
-        self._refuse_inside("close")
-        if self._background is not None:
-            self._background.queue.refuse_worker()
-        try:
-            try:
-                self.drain()
-            finally:
-                self.wait_pushed()
-        except Exception:
-            self._release()
-            raise
-        self._release()
-
-    def _release(self) -> None:
-        if self._background is not None:
-            self._background.close()
-        self._ranks.close()
-        self._handle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *exc_info: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            for each in self._in_flight():
-                each.wait()
+        with self._turn_for("commit"), collective_errors(self._ranks.peers):
             if self._background is not None:
-                self._background.finish()  # what is staged is nowhere else; what it fails of is in the log
-            self._release()  # nobody waits for a push while an error is on its way; the next process pushes it
+                self._background.queue.raise_failure()
+            request = self._request(
+                sys._getframe(2), options, branch=branch, message=message, step=step, metrics=metrics, meta=meta,
+                frozen=frozen,
+            )  # fmt: skip
+            push = self._pushing(push_to)
+            made = commit_state(
+                self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
+            )
+            if push is not None:
+                push()
+            return made
 
-    def __repr__(self) -> str:
-        return f"Repository({self.url!r})"
+    @translates_memory_errors
+    def commit_async(
+        self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, meta: Any = None, frozen: Keys = None,
+        push_to: str | None = None, snapshot: SnapshotKind = "copy", worker: WorkerKind = "thread",
+        progress: Progress | bool = False, options: CommitOptions | None = None,
+    ) -> PendingCommit:  # fmt: skip
+        """Begin a commit of `state` as it is now, and return while it goes on in the background.
 
-    @property
-    def url(self) -> str:
-        """Where the repository is."""
-        return self._handle.store.url
+        The commit is the state at the moment of the call, whatever becomes of the state afterwards. Commits of one
+        object land in the order of the calls, those of `commit` among them; `commit`, `checkout` and `close` wait for
+        what is pending, and all of them for saves that `dcp.async_save` began to this object. `head` moves when each is
+        made. In a distributed job all ranks call it together; it goes on over connections of its own, and what one rank
+        fails of fails the commit on all.
 
-    @property
-    def head(self) -> Head:
-        """Where the live state came from, and where the next `commit` goes; the same on all ranks.
+        What a commit fails of is logged at once, and raised by `result`; if nobody has asked for that, by the next
+        `commit` or `commit_async` (as the cause of a BackgroundCommitError), or by `drain` or `close`.
 
-        `checkout` and `commit` move it; loading and reading do not. Checking out a part (`keys=`) is noted in `parts`,
-        unless the parts of a commit are all of it, or nothing else is known of the state.
+        Args:
+            state: As for `commit`, as are all arguments that are not named here.
+            snapshot: "copy": the state is copied while the call lasts. "lazy": parameters and optimizer state are
+                copied after it, while the next forward and backward run; the next step of an optimizer waits for
+                that. Who changes them otherwise calls `wait_staged` first: else the commit fails (StateChangedError).
+            worker: "thread": the commit is made by a thread of this process. "process": by a process of its own, so
+                that this interpreter is free; one for each repository, on Linux. It ends with this process.
+        Raises:
+            BackgroundCommitError: an earlier commit failed, and nobody has heard of it yet; nothing was begun.
+            UnsupportedValueError: something in the state cannot be expressed; names its key.
+            InvalidInputError: an argument that cannot be read or stored.
+            PermissionDeniedError: the repository was opened to be read.
+            Whatever else `commit` raises is raised by `result`, for only making the commit shows it.
         """
-        return self._handle.head
+        self._refuse_inside("commit_async")
+        background, peers = self._in_background(), self._ranks.background
+        with background.calling(peers):
+            request = self._request(
+                sys._getframe(2), options, branch=branch, message=message, step=step, metrics=metrics, meta=meta,
+                frozen=frozen, snapshot=snapshot, worker=worker,
+            )  # fmt: skip
+            push = self._pushing(push_to)
+            return background.commit(
+                state, request, peers=peers, num_neighbours=self._ranks.num_neighbours, memory=self._frozen,
+                progress=shown(progress), on_made=push, after=self._in_flight(),
+            )  # fmt: skip
 
-    @property
-    def default_branch(self) -> str:
-        """The branch that a fresh object is on."""
-        return self._handle.default_branch
+    def _request(self, caller: FrameType, options: CommitOptions | None, **call: Any) -> CommitRequest:
+        """The request of a commit; `caller` is the frame that called the method."""
+        from cas_ckpt.ops.commit.request import CommitRequest
 
-    @contextmanager
-    def one_look(self) -> Iterator[Repository]:
-        """Inside the block, branches, tags and pins that are only looked at are all of one moment.
+        if call["frozen"] is not None and self._frozen is None:
+            from cas_ckpt.ops.commit.frozen import FrozenMemory
 
-        That is the moment of the first look, and on a store that is not local it takes one request for all of them.
-        Commits see what is there now, as always. For this thread alone.
+            self._frozen = FrozenMemory()
+        options = self.commit_options if options is None else options
+        if not isinstance(options, CommitOptions):
+            raise InvalidInputError(f"options is {shown_value(options)}: give CommitOptions")
+        sign = options.sign if self._ranks.peers.rank == 0 else None
+        return CommitRequest.of(
+            options, **call, sign=given_key(sign),
+            called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+        )  # fmt: skip
+
+    def _pushing(self, push_to: str | None) -> Callable[[], None] | None:
+        """A function that begins a push to the remote `push_to` after a commit; None if there is none to begin."""
+        if push_to is None or self._ranks.peers.rank != 0:
+            return None
+        from cas_ckpt.ops.sync.push import BackgroundPushes, make_tier
+
+        make_tier(self._handle, push_to)
+        pushes = self._pushes = self._pushes or BackgroundPushes(self._handle)
+        return partial(pushes.wake, push_to)
+
+    @translates_memory_errors
+    def checkout(
+        self,
+        ref: Revision = "HEAD",
+        *,
+        into: Mapping[str, Any],
+        strict: bool = True,
+        keys: Keys = None,
+        atomic: bool = True,
+        allow_pickle: bool = False,
+        trust: Trusted | None = None,
+        progress: Progress | bool = False,
+    ) -> CheckoutReport:
+        """Make `into` what the commit holds, in place: the same objects, the same tensors.
+
+        Everything is verified before the first tensor is touched, on any rank. In a distributed
+        job all ranks call it together, each with what it wants to hold: any number of ranks,
+        divided in any way, whatever the commit was made with.
+
+        Args:
+            ref: A branch is checked out as such: commits go to it. Anything else detaches `head`.
+            strict: Keys must agree; otherwise what only one side has is left alone and reported.
+            keys: Restore only these. Parts of one commit that are all of it are that commit; of another part `head`
+                takes note, and the next commit's lineage (`partly-from`).
+            atomic: False reads everything once instead of twice, and verifies it where it is put: if something is
+                damaged, `overwritten` of the error names the tensors that may have been written into. Of several
+                ranks everything is verified first all the same.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+            trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
+        Raises:
+            SignatureError: nobody who is trusted signed it; `into` is untouched.
+            MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
+            CorruptionError: names the tensor; `into` is untouched, if `atomic`.
+            MemoryBudgetError: the limit of memory is too little; `into` is untouched.
+            PartialRestoreError: a target's own `load_state_dict` raised.
+            PeerError: another rank failed, is gone, or disagrees.
         """
-        with self._handle.refs.one_look():
-            yield self
+        from cas_ckpt.training.verbs import checkout_state
+
+        with self._turn_for("checkout"), collective_errors(self._ranks.peers):
+            self._frozen = None  # what was frozen may hold other bytes now, rightly
+            return checkout_state(
+                self._handle, ref, into=into, strict=strict, keys=keys, atomic=atomic, allow_pickle=allow_pickle,
+                peers=self._ranks.peers, progress=shown(progress), trust=given_trust(trust),
+            )  # fmt: skip
+
+    @translates_memory_errors
+    def load(
+        self,
+        ref: Revision = "HEAD",
+        *,
+        keys: Keys = None,
+        device: Device | None = None,
+        dtype: TorchDtype | None = None,
+        map_location: Device | None = None,
+        allow_pickle: bool = False,
+        trust: Trusted | None = None,
+        progress: Progress | bool = False,
+    ) -> dict[str, Any]:
+        """The state of the commit as new objects in nested dicts.
+
+        Args:
+            keys: Load only these; a list of which a part is left out becomes a dict by number.
+            device: Where tensors of torch go, e.g. "cuda"; host memory if not given.
+            dtype: What dense floating-point tensors of torch become, e.g. torch.bfloat16; what they were if not given.
+            map_location: Another name of `device`, as in `torch.load`.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+            trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`.
+        Raises:
+            SignatureError: nobody who is trusted signed it.
+            TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
+            MemoryBudgetError: the limit of memory is too little.
+        """
+        from cas_ckpt.training.verbs import load_state
+
+        if device is not None and map_location is not None:
+            raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
+        return load_state(
+            self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
+            allow_pickle=allow_pickle, progress=shown(progress),
+            trust=given_trust(trust),
+        )  # fmt: skip
+
+    @translates_memory_errors
+    def read(
+        self, ref: Revision, key: str, region: Region | None = None, *, allow_pickle: bool = False,
+        trust: Trusted | None = None, progress: Progress | bool = False,
+    ) -> Any:  # fmt: skip
+        """The tensor, array or value under `key`, or one region of it.
+
+        Args:
+            region: An index as NumPy has it: integers (the dimension is dropped), slices and `...`, e.g.
+                np.s_[0:10, -64:]. Only the leaves that it touches are read and verified.
+            trust: See `load`.
+        Raises:
+            InvalidInputError: an integer outside the tensor, a step, or another kind of index.
+        """
+        from cas_ckpt.training.verbs import read_entry
+
+        return read_entry(
+            self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress),
+            trust=given_trust(trust),
+        )  # fmt: skip
+
+    def latest(self, branch: str | None = None) -> CommitInfo | None:
+        """The latest commit of a branch, or None if there is none yet: what a run resumes from, if anything.
+
+            if repo.latest():
+                repo.checkout("main", into=state)
+
+        Args:
+            branch: The one that is checked out, else the default branch, if not given.
+        Raises:
+            InvalidInputError: there is no such branch, and the name is nearly that of another.
+        """
+        from cas_ckpt.ops.history.log import latest_of
+
+        return latest_of(self._handle, branch)
+
+    @translates_memory_errors
+    def import_file(
+        self, path: str | PathLike[str], *, message: str | None = None, step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
+        prefix: str = "", progress: Progress | bool = False, options: ImportOptions | None = None,
+    ) -> ImportInfo:  # fmt: skip
+        """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
+
+        The file is read in pieces, and no code in it is ever run. `message` says what was
+        imported unless it is given; the other arguments are those of `commit`. What it follows is
+        for the caller to say: the live state, and `head`, have nothing to do with it.
+
+        Args:
+            branch: Where it goes: on top of a branch that is there; a new one begins a history of its
+                own, or at `onto`. The default branch, if that has no commit yet.
+            onto: What it follows: a branch, or any revision beside `branch`.
+            prefix: The key under which everything goes, e.g. "base"; the top if empty.
+            options: The rest, in place of the `commit_options` of the repository.
+        Returns:
+            The commit; `renamed` says how names differ from those in the files. `left_out` names each file of a
+            folder that is not in it, and why. So does its metadata, under "left_out" (a `meta` that is no dict is
+            then under "meta"), and `cas-ckpt log`.
+        Raises:
+            InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
+        """
+        from cas_ckpt.formats.models import request_on
+        from cas_ckpt.formats.verbs import import_any
+        from cas_ckpt.ops.commit.request import CommitRequest
+
+        if message is None:
+            message = f"import {os.fsencode(path).decode(errors='backslashreplace')}"  # not all names are UTF-8
+        common, reading = (self.commit_options, ImportOptions()) if options is None else (options, options)
+        if not isinstance(reading, ImportOptions):
+            raise InvalidInputError(f"options is {shown_value(options)}: give ImportOptions")
+        if not isinstance(common, CommitOptions):
+            raise InvalidInputError(f"commit_options is {shown_value(common)}: give CommitOptions")
+        request = CommitRequest.of(
+            common, branch=branch, message=message, step=step, metrics=metrics, meta=reading.meta,
+            sign=given_key(common.sign),
+        )  # fmt: skip
+        with self._turn():
+            request = request_on(self._handle, request, onto)
+            return import_any(
+                self._handle, path, request, prefix=prefix, follow_links=reading.follow_links, adapter=reading.adapter,
+                keep_names=reading.keep_names, progress=shown(progress),
+            )  # fmt: skip
+
+    @translates_memory_errors
+    def export(
+        self, ref: Revision, path: str | PathLike[str], *, format: ExportFormat | None = None,  # noqa: A002
+        max_shard_bytes: int | None = None, keys: Keys = None, adapter: str | None = None, force: bool = False,
+        trust: Trusted | None = None, progress: Progress | bool = False,
+    ) -> ExportInfo:  # fmt: skip
+        """Write the commit to `path`, every byte verified.
+
+        Args:
+            format: "safetensors", "torch" or "dcp" (a folder for torch.distributed.checkpoint);
+                by the end of the name if not given. A name without a known end becomes a
+                folder of safetensors, sharded and with its index.
+            max_shard_bytes: Length at which a file of a folder is closed.
+            keys: Export only these.
+            adapter: Write the adapter of a PeftModel that has this name, as a folder that PEFT opens. The commit has
+                its adapter_config.json under "files", as an import puts it there, or `path` has it already.
+            force: Replace files that are there already.
+            trust: See `load`.
+        Raises:
+            MemoryBudgetError: the limit of memory is too little.
+            ConflictError: a file is there already. UnsupportedValueError: names the key that
+                the format cannot hold. InvalidInputError: no such format.
+        """
+        from cas_ckpt.formats.verbs import export_any
+
+        return export_any(
+            self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter,
+            force=force, progress=shown(progress), trust=given_trust(trust),
+        )  # fmt: skip

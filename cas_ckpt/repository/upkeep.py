@@ -1,4 +1,4 @@
-"""Retention, garbage collection, checks and repairs."""
+"""Where the repository stands and what it weighs; retention, garbage collection, checks and repairs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_limit, texts
+from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.repository.given import Repair
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
@@ -16,20 +16,101 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.fsck.repair import RebuildReport
     from cas_ckpt.ops.fsck.report import FsckReport, RepairReport
     from cas_ckpt.ops.gc.plan import GcReport
-    from cas_ckpt.ops.retention.forget import ForgetReport
+    from cas_ckpt.ops.history.usage import CommitUsage, MonthlyCost, RepositoryStats, RepositoryStatus, UsageRow
+    from cas_ckpt.ops.retention.forget import ForgetReport, Freed
     from cas_ckpt.ops.retention.policy import Policy, Retention
 
 
-@reads_arguments
 class UpkeepVerbs(Opened):
-    """Retention, garbage collection, checks and repairs."""
+    """Status, sizes, retention, garbage collection, checks and repairs."""
 
+    def status(self) -> RepositoryStatus:
+        """Where the repository stands: its names, who writes to it, whether a collection is under way.
+
+        Cheap: refs and records are read, no history is followed.
+        """
+        from cas_ckpt.ops.history.usage import repository_status
+
+        return repository_status(self._handle)
+
+    def stats(self) -> RepositoryStats:
+        """The whole repository in numbers."""
+        from cas_ckpt.ops.history.usage import repository_stats
+
+        return repository_stats(self._handle)
+
+    def monthly_cost(
+        self,
+        *,
+        commits_per_day: float = 48.0,
+        restores_per_day: float = 1.0,
+        looks_per_day: float = 100.0,
+        collections_per_day: float = 1.0,
+        keep_days: float | None = None,
+    ) -> MonthlyCost:
+        """What a month of this run costs in a bucket: requests and bytes, from its own commits.
+
+        Args:
+            commits_per_day, restores_per_day, looks_per_day, collections_per_day: How often what is done.
+            keep_days: For how long commits keep their data; None: for good.
+        Raises:
+            NotFoundError: there is no commit yet. InvalidInputError: a number of another kind.
+        """
+        from cas_ckpt.ops.history.usage import MonthRates, plan_month, run_facts
+
+        rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days)
+        return plan_month(run_facts(self._handle), rates)
+
+    def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
+        """Bytes that one commit holds, added, and has for itself alone."""
+        from cas_ckpt.ops.history.usage import commit_stats
+
+        return commit_stats(self._handle, ref)
+
+    def du(
+        self, by: UsageBy = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
+        with_remotes: bool = False,
+    ) -> list[UsageRow]:  # fmt: skip
+        """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype".
+
+        Args:
+            ref: By commit: those it leads to (default: all). By tensor or dtype: the commit they are of.
+            keys: By tensor or dtype: only these.
+            limit: By commit: at most so many, the youngest.
+            with_remotes: By branch: what a remote-tracking branch leads to is shared with it.
+        """
+        from cas_ckpt.ops.history.usage import usage_rows
+
+        return usage_rows(
+            self._handle, by, revision=ref, keys=keys, limit=check_limit(limit), with_remotes=with_remotes
+        )
+
+    def unique(self, name: str = "HEAD", *, with_remotes: bool = False) -> Freed:
+        """Bytes that only this branch, tag or pin leads to; remote-tracking branches (`origin/main`) do not count.
+
+        Args:
+            with_remotes: They count: what goes if the ref is deleted and its log has expired.
+        """
+        from cas_ckpt.ops.retention.forget import unique_to
+
+        return unique_to(self._handle, name, with_remotes=with_remotes)
+
+    def freed(self, *refs: Revision) -> Freed:
+        """Bytes that forgetting these commits would free at the next collection; nothing is changed.
+
+        Those that a branch, tag or pin names would stay: they are listed in `kept`.
+        """
+        from cas_ckpt.ops.retention.forget import freed_by
+
+        return freed_by(self._handle, refs)
+
+    @translates_memory_errors
     def forget(
         self,
         policy: Policy | None = None,
         *,
-        revisions: Sequence[Revision] = (),
-        branches: Sequence[str] = (),
+        revisions: Revision | Sequence[Revision] = (),
+        branches: str | Sequence[str] = (),
         dry_run: bool = False,
         gc: bool = False,
         verify_tier: bool = False,
@@ -53,15 +134,17 @@ class UpkeepVerbs(Opened):
             InvalidInputError: neither rules nor revisions, both, or a revision that a ref names.
             ConflictError: refs were made faster than they could be looked at: try again.
         """
+        from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.retention.forget import forget
 
         return forget(
-            self._handle, policy, revisions=revisions, branches=branches, dry_run=dry_run, gc=gc,
-            verify_tier=verify_tier, progress=shown(progress),
+            self._handle, policy, revisions=revision_texts(revisions), branches=texts("branches", branches),
+            dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=shown(progress),
         )  # fmt: skip
 
+    @translates_memory_errors
     def apply_policy(
-        self, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
+        self, *, branches: str | Sequence[str] = (), dry_run: bool = False, gc: bool = False,
         verify_tier: bool = False, progress: Progress | bool = False,
     ) -> ForgetReport:  # fmt: skip
         """Forget what the policy of the repository does not keep; arguments and errors as for `forget`.
@@ -72,8 +155,9 @@ class UpkeepVerbs(Opened):
         from cas_ckpt.ops.retention.forget import apply_policy
 
         return apply_policy(
-            self._handle, branches=branches, dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=shown(progress)
-        )
+            self._handle, branches=texts("branches", branches), dry_run=dry_run, gc=gc, verify_tier=verify_tier,
+            progress=shown(progress),
+        )  # fmt: skip
 
     def policy(self) -> Retention:
         """The rules that the repository carries, for all branches and by pattern; maybe none."""
@@ -101,6 +185,7 @@ class UpkeepVerbs(Opened):
 
         return clear_policy(self._handle, branch=branch)
 
+    @translates_memory_errors
     def gc(
         self,
         *,
@@ -142,6 +227,7 @@ class UpkeepVerbs(Opened):
         options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, many_small=many, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
+    @translates_memory_errors
     def repack(
         self, *, max_repack_bytes: int | None = None, shard: str | None = None, dry_run: bool = False,
         progress: Progress | bool = False,
@@ -158,6 +244,7 @@ class UpkeepVerbs(Opened):
         options = replace(REPACK, max_repack_bytes=max_repack_bytes, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
+    @translates_memory_errors
     def fsck(
         self,
         *,
@@ -189,10 +276,11 @@ class UpkeepVerbs(Opened):
         data = DataOptions(part, max_duration_s, max_age_s, shard=own) if wanted else None
         return check_open(self._handle, data, remote=remote, progress=shown(progress))
 
+    @translates_memory_errors
     def repair(
         self,
-        *what: Repair,
-        sources: Sequence[str] = (),
+        *what: RepairKind,
+        sources: str | Sequence[str] = (),
         refs: Mapping[str, str] | None = None,
         read_data: bool = False,
         dry_run: bool = False,
@@ -209,12 +297,13 @@ class UpkeepVerbs(Opened):
         Raises:
             ConflictError: a garbage collection is at work.
         """
-        from cas_ckpt.ops.fsck.repair import parse_kinds, repair_open
+        from cas_ckpt.ops.fsck.repair import repair_open
         from cas_ckpt.ops.fsck.report import RepairRequest
 
-        request = RepairRequest(parse_kinds(what), tuple(sources), dict(refs or {}), read_data, dry_run)
+        request = RepairRequest(frozenset(what), texts("sources", sources), refs or {}, read_data, dry_run)
         return repair_open(self._handle, request, progress=shown(progress))
 
+    @translates_memory_errors
     def rebuild_index(self, *, progress: Progress | bool = False) -> RebuildReport:
         """Make the index anew from the packs; nothing else is touched, and nothing can be lost.
 

@@ -73,7 +73,7 @@ def bucket() -> MemoryStore:
     write_config(inner, Config(new_store_id()))
     rng = np.random.default_rng(1)
     weights = {f"w{number}": rng.standard_normal(3000).astype(np.float32) for number in range(3)}
-    with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=None), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=None)) as repo:
         for number in range(6):
             model = weights | {"w0": rng.standard_normal(3000).astype(np.float32)}
             repo.commit({"model": model, "step": number}, branch="main", step=number, metrics={"loss": float(number)})
@@ -85,7 +85,7 @@ def bucket() -> MemoryStore:
 
 def _fork(inner: MemoryStore, state: dict[str, Any]) -> None:
     """A commit on a branch of its own; by another user, as one who goes on with main goes on from his last commit."""
-    with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=None), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=None)) as repo:
         repo.branch("side", start="main")
         repo.commit(state, branch="side", step=9)
 
@@ -96,7 +96,7 @@ def answers(bucket: MemoryStore) -> dict[str, Any]:
     for name, ask in VERBS.items():
         with closing(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as handle:
             handle.sync()
-            with Repository(handle, group=None) as repo:
+            with Repository(handle) as repo:
                 found[name] = repr(ask(repo))
     assert "[]" not in found.values(), "an answer of nothing says nothing"
     return found
@@ -104,7 +104,7 @@ def answers(bucket: MemoryStore) -> dict[str, Any]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_host_that_knows_nothing_answers_the_same(bucket: MemoryStore, answers: dict[str, Any], verb: str) -> None:
-    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as repo:
         assert repr(VERBS[verb](repo)) == answers[verb]
 
 
@@ -113,7 +113,7 @@ def test_a_host_that_looked_at_the_log_answers_the_same(
     bucket: MemoryStore, answers: dict[str, Any], verb: str, tmp_path: Path
 ) -> None:
     for _ in range(2):
-        with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True), group=None) as repo:
+        with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True)) as repo:
             repo.log(), repo.read("main", "model/w1")
             assert repr(VERBS[verb](repo)) == answers[verb]
 
@@ -124,12 +124,12 @@ def test_a_host_that_listed_one_commit_answers_the_same(
 ) -> None:
     """Its index knows the packs of that commit, and not those before."""
     store = RemoteStore(bucket)
-    with Repository(RepositoryHandle.on_store(store, cache=tmp_path, lazy=True), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(store, cache=tmp_path, lazy=True)) as repo:
         assert repr(repo.ls("main")) == answers["ls"]
         assert 0 < len(repo._handle.index.packs()) < len(dict(bucket.list("packs/")))
         assert store.tally("list").calls == 0, store.asked
         assert repr(VERBS[verb](repo)) == answers[verb]
-    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True)) as repo:
         assert repr(VERBS[verb](repo)) == answers[verb]
 
 
@@ -143,7 +143,7 @@ def test_a_host_whose_index_is_behind_answers_the_same(
         assert head is not None
         newest = handle.locate([head])[head][0].pack
         handle.index.drop_packs([newest])
-    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True)) as repo:
         assert repr(VERBS[verb](repo)) == answers[verb]
 
 
@@ -155,7 +155,7 @@ WARM = {"log": 2, "ls": 1, "entry": 1, "diff": 2, "read": 1, "resolve": 1, "find
 def test_a_second_look_takes_few_requests(bucket: MemoryStore, verb: str, tmp_path: Path) -> None:
     for _ in range(3 if verb == "log" else 2):  # HEAD: the second lists refs, whose versions it does not know yet
         store = RemoteStore(bucket)
-        with Repository(RepositoryHandle.on_store(store, cache=tmp_path, lazy=True), group=None) as repo:
+        with Repository(RepositoryHandle.on_store(store, cache=tmp_path, lazy=True)) as repo:
             VERBS[verb](repo)
     assert store.requests <= WARM[verb], store.asked
 
@@ -165,7 +165,7 @@ def test_in_one_look_it_takes_one_request_for_all_refs(bucket: MemoryStore, verb
     for _ in range(2):
         store = RemoteStore(bucket)
         handle = RepositoryHandle.on_store(store, cache=tmp_path, lazy=True)
-        with Repository(handle, group=None) as repo, repo.one_look():
+        with Repository(handle) as repo, repo.one_look():
             VERBS[verb](repo)
     assert store.tally("list_versions").calls == 1 and store.tally("get").calls == 0
     assert store.requests <= 2, store.asked
@@ -177,7 +177,7 @@ def test_commits_of_others_are_in_every_answer(tmp_path: Path) -> None:
     for number in range(4):
         with closing(RepositoryHandle.on_store(RemoteStore(inner), cache=None)) as writer:
             made = commit(writer, {"w": np.full(300, number, np.float32)}, step=number, metrics={"loss": -number})
-        with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=tmp_path, lazy=True), group=None) as repo:
+        with Repository(RepositoryHandle.on_store(RemoteStore(inner), cache=tmp_path, lazy=True)) as repo:
             assert repo.log()[0].id == made.id and repo.read("main", "w")[0] == number
             assert repo.best("loss")[0].commit.id == made.id
             assert repo.stats().num_commits == number + 1

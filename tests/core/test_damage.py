@@ -249,7 +249,7 @@ def test_who_asks_a_new_index_for_a_commit_in_a_damaged_pack_hears_of_the_damage
 def test_the_log_of_a_ref_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     made = commit(handle, {"first": numbers(400)})
-    with Repository(handle, group=None) as repo:
+    with Repository(handle) as repo:
         repo.branch("ft", start="main")
         before = packs(tmp_path / "repo", "meta")
         commit(handle, {"first": numbers(400, seed=1)}, branch="ft")

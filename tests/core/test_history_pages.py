@@ -51,7 +51,7 @@ def small(handle: RepositoryHandle, number: int, **more: object) -> CommitInfo:
 
 def cold(bucket: MemoryStore, cache: Path | None = None) -> tuple[Repository, RemoteStore]:
     store = RemoteStore(bucket)
-    return Repository(RepositoryHandle.on_store(store, cache=cache, lazy=True), group=None), store
+    return Repository(RepositoryHandle.on_store(store, cache=cache, lazy=True)), store
 
 
 def logged(bucket: MemoryStore, ref: str = "main") -> list[str]:
@@ -236,7 +236,7 @@ def test_branches_and_merges_are_logged_whole(writer: RepositoryHandle, bucket: 
     assert store.tally("list").calls == 1, store.asked
     with closing(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as handle:
         handle.sync()
-        with Repository(handle, group=None) as repo:
+        with Repository(handle) as repo:
             assert [each.step for each in repo.log()] == found
 
 
@@ -266,7 +266,7 @@ def test_what_is_known_from_pages_never_enters_the_index(writer: RepositoryHandl
     for number in range(5):
         small(writer, number)
     store = RemoteStore(bucket)
-    with closing(RepositoryHandle.on_store(store, cache=None)) as handle, Repository(handle, group=None) as repo:
+    with closing(RepositoryHandle.on_store(store, cache=None)) as handle, Repository(handle) as repo:
         assert len(repo.log()) == 5
         repo.read("main", "w")
         assert handle.index.packs() == {}
@@ -417,13 +417,13 @@ def test_damaged_hints_in_a_pack_cost_a_look_at_all_packs(writer: RepositoryHand
     data[at - 10] ^= 1
     bucket.put(key, bytes(data))
     assert logged(bucket) == ["2", "1", "0"]
-    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as repo:
         report = repo.fsck()
     assert not report.problems and any(note.where == key and "hints" in note.what for note in report.notes)
     small(writer, 3)
     assert logged(bucket) == ["3", "2", "1", "0"]
     collect_garbage(writer, REPACK)
-    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as repo:
         assert not any("hints" in note.what for note in repo.fsck().notes) and len(repo.log()) == 4
 
 

@@ -102,7 +102,7 @@ def test_a_name_is_looked_for_by_one_request(warm: RepositoryHandle, store: Remo
 
 
 def test_one_look_takes_one_request_for_everything(store: RemoteStore, place: Path) -> None:
-    with Repository(RepositoryHandle.on_store(store, cache=place), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(store, cache=place)) as repo:
         repo.branches(), repo.tags(), repo.pins()
         store.reset()
         with repo.one_look():
@@ -115,8 +115,8 @@ def test_one_look_takes_one_request_for_everything(store: RemoteStore, place: Pa
 
 def test_a_commit_inside_of_one_look_goes_on_top_of_what_is_there(store: RemoteStore, bucket: MemoryStore) -> None:
     with (
-        Repository(RepositoryHandle.on_store(store, cache=None), group=None) as repo,
-        Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None), group=None) as other,
+        Repository(RepositoryHandle.on_store(store, cache=None)) as repo,
+        Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=None)) as other,
         repo.one_look(),
     ):
         repo.branches()

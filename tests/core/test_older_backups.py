@@ -22,7 +22,7 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError
 from cas_ckpt.ops.fsck.check import check_url
-from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+from cas_ckpt.ops.fsck.repair import repair_url
 from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
@@ -153,7 +153,7 @@ def repair_as_printed(path: Path) -> None:
             kinds = [words[at + 1] for at, word in enumerate(words) if word == "--repair"]
             refs = dict(words[at + 1].split("=") for at, word in enumerate(words) if word == "--ref")
             with suppress(CkptError):
-                repair_url(path, RepairRequest(parse_kinds(kinds), refs=refs))
+                repair_url(path, RepairRequest(frozenset(kinds), refs=refs))
 
 
 def told(one: tuple[str, ...] | bool) -> str:

@@ -18,7 +18,7 @@ from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck import check as fsck
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.repair import parse_kinds, rebuild_index, repair_url
+from cas_ckpt.ops.fsck.repair import rebuild_index, repair_url
 from cas_ckpt.ops.fsck.report import Effect, FsckReport, RepairReport, RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
@@ -57,7 +57,7 @@ def run(path: Path, report: FsckReport, *others: Path) -> list[RepairReport]:
         words = shlex.split(command)
         kinds = [words[at + 1] for at, word in enumerate(words) if word == "--repair"]
         refs = dict(words[at + 1].split("=") for at, word in enumerate(words) if word == "--ref")
-        done.append(repair_url(path, RepairRequest(parse_kinds(kinds), tuple(map(str, others)), refs=refs)))
+        done.append(repair_url(path, RepairRequest(frozenset(kinds), tuple(map(str, others)), refs=refs)))
     return done
 
 
@@ -98,7 +98,7 @@ def test_the_printed_commands_lose_no_branch_whose_ref_and_index_are_lost(handle
     run(path, check_url(path))
     with pytest.raises(CorruptionError, match=r"side\.ref is gone"):
         collect(path)
-    repair_url(path, RepairRequest(parse_kinds(["refs"]), refs={"side": tip.id}))
+    repair_url(path, RepairRequest(frozenset(["refs"]), refs={"side": tip.id}))
     assert check_url(path).ok
     collect(path)
     assert readable(path, [*roots, tip.root])
@@ -297,6 +297,6 @@ def test_a_repair_beside_commits_proposes_none_of_them_as_an_orphan(
 
     line(handle, "main", 5, 6)
     monkeypatch.setattr(RefStore, "every", every)
-    report = repair_url(path, RepairRequest(parse_kinds(["refs"])))
+    report = repair_url(path, RepairRequest(frozenset(["refs"])))
     assert report.left == ()
     assert len(handle.index.read(history.read_links)) == 5

@@ -10,7 +10,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.repair import parse_kinds, repair_open
+from cas_ckpt.ops.fsck.repair import repair_open
 from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
@@ -53,7 +53,7 @@ def test_refs_whose_files_were_swapped_are_refused_and_found(handle: RepositoryH
         collect_garbage(again(handle), NOW)
     report = check_open(handle)
     assert [problem.where for problem in report.problems] == ["refs/heads/main.ref", "refs/heads/side.ref"]
-    repair_open(handle, RepairRequest(parse_kinds(["refs"]), refs={"main": first.id, "side": second.id}))
+    repair_open(handle, RepairRequest(frozenset(["refs"]), refs={"main": first.id, "side": second.id}))
     assert not check_open(handle).problems
     assert handle.refs.get(*named("main")).target == bytes.fromhex(first.id)
     assert handle.refs.get(*named("side")).target == bytes.fromhex(second.id)

@@ -33,7 +33,7 @@ def state_of(step: int) -> dict[str, Any]:
 def opened(inner: Store, plan: FaultPlan | None = None) -> tuple[Repository, Effects]:
     effects = Effects(plan)
     handle = RepositoryHandle.on_store(FaultyStore(inner, effects=effects), index_url=":memory:")
-    return Repository(handle, group=None), effects
+    return Repository(handle), effects
 
 
 def begun() -> Store:

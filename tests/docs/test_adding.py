@@ -73,7 +73,7 @@ def test_the_store_keeps_conditions_and_holds_a_repository(toy: str) -> None:
 
 
 def test_the_verb_goes_by_both_doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for path, name in (("ops/history/log", "first_commits"), ("repository/history", "first"), ("cli/history", "first")):
+    for path, name in (("ops/history/log", "first_commits"), ("repository/commits", "first"), ("cli/history", "first")):
         module = importlib.import_module(f"cas_ckpt.{path.replace('/', '.')}")
         made = run(f"cas_ckpt/{path}.py", module)[name]
         monkeypatch.setattr(Repository if path.startswith("rep") else module, name, made, raising=False)

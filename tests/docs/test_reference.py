@@ -152,7 +152,7 @@ def test_the_classes_that_methods_return_are_all_listed() -> None:
     returned = {inspect.signature(getattr(Repository, name)).return_annotation for name in METHODS}
     names = {name for text in returned for name in re.findall(r"[A-Z]\w+", str(text))}
     listed = set(re.findall(r"^\| `([A-Z]\w+)` \|", TEXT.partition("## Results")[2], re.MULTILINE))
-    assert names - {"Repository", "None", "Any", "Iterator", "PendingCommit"} - listed == set()
+    assert names - {"Repository", "Self", "None", "Any", "Iterator", "PendingCommit"} - listed == set()
 
 
 def test_what_a_pending_commit_has_is_described() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.parallel.peers import Peers
+from cas_ckpt.repository.opened import TIMEOUT_S, Ranks
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 from tests.effects import Effects
@@ -47,7 +48,7 @@ class Place:
         with _OPENING:  # the migrations of an index keep their state in a module
             if wrap is None:
                 return Repository.open(self.url, group=group)
-            return Repository(RepositoryHandle.on_store(wrap(self.store)), group=group)
+            return Repository(RepositoryHandle.on_store(wrap(self.store)), Ranks(group, TIMEOUT_S))
 
     def on_ranks(
         self,

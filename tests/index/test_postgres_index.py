@@ -33,7 +33,7 @@ from cas_ckpt.index.replacing import Change, index_beside, replace_rows
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.index.schema import VERSION_TABLE
 from cas_ckpt.ops.fsck.check import check_open, check_url
-from cas_ckpt.ops.fsck.repair import parse_kinds, rebuild_index, refill_index, repair_url
+from cas_ckpt.ops.fsck.repair import rebuild_index, refill_index, repair_url
 from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
@@ -116,7 +116,7 @@ def test_what_others_have_in_the_database_stays_through_every_rebuild(
         refill_index(repo)
     report = rebuild_index(tmp_path / "repo", index_url=server_url)
     assert report.stats.num_commits == 1
-    repaired = repair_url(tmp_path / "repo", RepairRequest(parse_kinds(["index"])), index_url=server_url)
+    repaired = repair_url(tmp_path / "repo", RepairRequest(frozenset(["index"])), index_url=server_url)
     assert repaired.ok
     Index.discard(server_url, store_id=_store_id(tmp_path / "repo"))
     assert connection.execute("SELECT mine FROM public.objects").fetchall() == [(7,)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import CommitOptions, Repository, limits
+from cas_ckpt import CommitOptions, Policy, Repository, limits
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 
 LIMITED: dict[str, dict[str, object]] = {
@@ -84,8 +84,15 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
 @pytest.mark.parametrize(
     ("verb", "wrong", "said"),
     [
-        ("gc", {"dry_run": "no"}, "dry_run is 'no': give True or False"),
-        ("gc", {"dry_run": 1}, "dry_run is 1: give True or False"),
+        ("gc", {"min_age_s": "1h"}, "min_age_s is '1h': give a finite number"),
+        ("gc", {"min_age_s": float("nan")}, "min_age_s is nan: give a finite number"),
+        ("gc", {"max_repack_bytes": True}, "max_repack_bytes is True: give a whole number"),
+        ("forget", {"policy": Policy(keep_last=1), "branches": 3}, "branches is 3: give text or a list of texts"),
+        ("find", {"min_bytes": True}, "min_bytes is True: give a whole number"),
+        ("log", {"world_size": "2"}, "world_size is '2': give a whole number"),
+        ("log", {"grep": [None]}, "grep holds None: give a list of texts"),
+        ("du", {"by": "week"}, "by is 'week': give 'commit' or 'branch' or"),
+        ("export", {"ref": "main", "path": "x", "format": "pickle"}, "format is 'pickle': give 'safetensors' or"),
         ("load", {"keys": 3}, "keys is 3: give text or a list of texts"),
         ("load", {"keys": ["x", 3]}, "keys holds 3: give a list of texts"),
         ("log", {"limit": 1.5}, "limit is 1.5: give a whole number"),
@@ -103,8 +110,8 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
         ),
         ("commit", {"state": {}, "options": {"orphan": True}}, "options is a dict of 1: give CommitOptions"),
         ("import_file", {"path": "x.pt", "options": CommitOptions()}, "options is .*: give ImportOptions"),
-        ("tag", {"name": b"v1"}, "name is b'v1': give text"),
-        ("repair", {"kinds": ["refs"], "refs": {"main": 3}}, "refs is a dict of 1: give a dict from text to text"),
+        ("tag", {"name": b"v1"}, "b'v1' is not a name"),
+        ("repair", {"refs": {"main": 3}}, r"refs\['main'\] is 3: give text"),
         ("export", {"ref": "main", "path": 3}, "path is 3: give a path"),
         ("export", {"ref": "main", "path": "a\0b"}, "cannot be a path: it holds a NUL"),
     ],
@@ -119,10 +126,11 @@ def test_an_argument_of_the_wrong_kind_is_refused(
     assert len(repo.log()) == 1
 
 
-def test_flags_numbers_and_lists_of_other_libraries_are_taken(repo: Repository) -> None:
+def test_numbers_and_lists_of_other_libraries_are_taken(repo: Repository) -> None:
     for number in range(3):
         repo.commit({"x": number, "y": 0})
-    assert repo.gc(dry_run=np.True_).dry_run is True  # type: ignore[arg-type]
+    repo.forget(Policy(keep_last=9), branches="main")
+    assert repo.find(min_bytes=np.int64(1)) == repo.find(min_bytes=1)  # type: ignore[arg-type]
     assert len(repo.log(limit=np.int64(2))) == len(repo.log(limit=torch.tensor(2))) == 2  # type: ignore[arg-type]
     assert repo.load(keys={"x"}) == {"x": 2}  # type: ignore[arg-type]
 

@@ -120,7 +120,7 @@ def test_a_ctrl_c_in_a_commit_leaves_the_turn_to_the_next_one(repo: Repository) 
         repo.commit(state)
 
     of = (
-        "contextlib.py", "held_signals.py", "repository/opened.py", "cas_ckpt/arguments.py", "repository/states.py",
+        "contextlib.py", "held_signals.py", "repository/opened.py", "cas_ckpt/errors.py", "repository/repository.py",
         "parallel/peers.py",
     )  # fmt: skip
     assert left_held(commit, of=of, is_held=repo._committing._is_owned) == []  # type: ignore[attr-defined]

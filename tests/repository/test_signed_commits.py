@@ -19,6 +19,7 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, S
 from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.objects.nodes import commit_node, decode_commit, split_signature
 from cas_ckpt.ops.verify import verify_revision
+from cas_ckpt.repository.opened import Ranks
 from cas_ckpt.signing import Verdict, as_trust
 from tests.builders import commit
 from tests.committing import TIMEOUT_S, new_store, on
@@ -196,7 +197,7 @@ def test_a_signature_of_another_tag_commit_or_message_is_a_bad_one(repo: Reposit
 @pytest.mark.parametrize("asks", ["verify", "a branch that is moved"])
 def test_commits_of_a_history_far_away_are_read_many_at_a_time(asks: str) -> None:
     store = new_store()
-    repo = Repository(on(store), group=None)
+    repo = Repository(on(store))
     for step in range(6):
         repo.commit(state(step), options=CommitOptions(sign=ANN))
     repo.branch("old", start="main~5")
@@ -411,11 +412,11 @@ def test_a_record_of_signers_that_is_damaged_or_lost_lets_nothing_through(repo: 
 @pytest.mark.parametrize("dies_after", range(1, 4))
 def test_dying_while_signers_are_set_leaves_a_branch_that_can_be_set_again(dies_after: int) -> None:
     store = new_store()
-    repo = Repository(on(store), group=None)
+    repo = Repository(on(store))
     repo.commit(state(1))
     repo.branch("other")
     with pytest.raises(CrashNow):
-        Repository(on(FaultyStore(store, die_before(dies_after))), group=None).set_signers("*", BY_ANN)
+        Repository(on(FaultyStore(store, die_before(dies_after)))).set_signers("*", BY_ANN)
     repo.set_signers("*", BY_ANN)
     for branch in ("main", "other"):
         with pytest.raises(SignatureError):
@@ -429,12 +430,12 @@ def test_rank_0_alone_needs_the_key() -> None:
     store = new_store()
 
     def work(peers: Any) -> Any:
-        with Repository(on(store), group=peers, timeout_s=TIMEOUT_S) as repo:
+        with Repository(on(store), Ranks(peers, TIMEOUT_S)) as repo:
             return repo.commit(state(1), options=CommitOptions(sign=ANN if peers.rank == 0 else None, author="one"))
 
     made = run_ranks(2, work, timeout_s=TIMEOUT_S)
     assert made[0] == made[1]
-    with Repository(on(store), group=None) as repo:
+    with Repository(on(store)) as repo:
         assert repo.verify(trust=BY_ANN).ok
 
 
@@ -442,7 +443,7 @@ def test_a_key_that_rank_0_cannot_read_ends_the_commit_of_all(tmp_path: Path) ->
     store = new_store()
 
     def work(peers: Any) -> Any:
-        with Repository(on(store), group=peers, timeout_s=TIMEOUT_S) as repo:
+        with Repository(on(store), Ranks(peers, TIMEOUT_S)) as repo:
             return repo.commit(state(1), options=CommitOptions(sign=tmp_path / "none", author="one"))
 
     found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)

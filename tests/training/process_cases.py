@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cas_ckpt.clock import monotonic_s
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
 from cas_ckpt.parallel.peers import Peers, SoloPeers, collective_errors
-from cas_ckpt.repository.ranks import AUTO, Ranks
+from cas_ckpt.repository.opened import AUTO, Ranks
 from cas_ckpt.training import connections
 from cas_ckpt.training.connections import Connections, ConnectionsLost
 from cas_ckpt.training.process_group import GroupPeers

@@ -8,22 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+from cas_ckpt.arguments import FrozenCheck, OnConflict, OnDivergence, ReplicaCheck
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import Lineage
     from cas_ckpt.core.revisions import Revision
-
-OnConflict: TypeAlias = Literal["retry", "raise"]
-OnDivergence: TypeAlias = Literal["raise", "warn"]
-FrozenCheck: TypeAlias = Literal["checksum", "version"]
-ReplicaCheck: TypeAlias = Literal["checksum", "sample"]
-
-SnapshotKind: TypeAlias = Literal["copy", "lazy"]
-"""When `commit_async` copies the state: at the call, or behind it."""
-
-WorkerKind: TypeAlias = Literal["thread", "process"]
-"""Where it makes the commit."""
 
 DEFAULT_AUDIT = 0.01
 """Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""

@@ -30,7 +30,20 @@ from pathlib import Path
 from typing import Any
 
 import cas_ckpt
-from cas_ckpt.arguments import check_choice, check_flag, check_real, check_whole, checked_step
+from cas_ckpt.arguments import (
+    FrozenCheck,
+    Keys,
+    OnConflict,
+    OnDivergence,
+    ReplicaCheck,
+    SnapshotKind,
+    WorkerKind,
+    check_choice,
+    check_flag,
+    check_real,
+    check_whole,
+    checked_step,
+)
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, branch_target, check_free
 from cas_ckpt.core.records import PARTLY_FROM, Lineage
@@ -41,15 +54,7 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, Node, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.ops.commit.options import (
-    CommitOptions,
-    FrozenCheck,
-    OnConflict,
-    OnDivergence,
-    ReplicaCheck,
-    SnapshotKind,
-    WorkerKind,
-)
+from cas_ckpt.ops.commit.options import CommitOptions
 from cas_ckpt.storage.bucket_url import SECRET, without_secrets
 
 REQUIRES_GRAD = "requires_grad"
@@ -96,7 +101,7 @@ class CommitRequest(CommitOptions):
     step: Any = None
     metrics: Mapping[str, Any] | None = None
     meta: Any = None
-    frozen: str | Sequence[str] | None = None
+    frozen: Keys = None
     frozen_keys: frozenset[str] = frozenset()
     other_parents: Sequence[Digest] = ()
     command: Sequence[str] | None = None

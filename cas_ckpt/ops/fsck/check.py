@@ -38,7 +38,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.packs import DataOptions, Structure, catch_up, check_share, checked_structure, read_data
 from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, remembered_refs, reread_names
-from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import RESERVED_PART, Store, exists, sweep_temporaries
@@ -235,7 +235,7 @@ def _add_orphans_problem(store: Store, structure: Structure, records: Records, f
         f"{len(found)} commits were published and nothing leads to them any more: a ref was lost, or put back from an "
         f"older copy. Collections keep them. Last of their lines: {named}. The repair gives them branches; to give one "
         "up with what it follows, cas-ckpt forget COMMIT",
-        effect=Effect.AT_RISK, repair=RepairKind.REFS if chosen else RepairKind.CHUNKS, options=wanted,
+        effect=Effect.AT_RISK, repair="refs" if chosen else "chunks", options=wanted,
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def ask_promisors(
     findings.problem(
         ProblemKind.MISSING, PACK_PREFIX,
         f"{len(left)} chunks that commits need are not here, and the remotes that promised them do not have them",
-        effect=Effect.LOST, repair=RepairKind.CHUNKS, objects=impact.objects, hits=impact.hits, refs=impact.refs,
+        effect=Effect.LOST, repair="chunks", objects=impact.objects, hits=impact.hits, refs=impact.refs,
     )  # fmt: skip
 
 

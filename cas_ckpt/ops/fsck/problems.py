@@ -30,7 +30,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 from cas_ckpt.ops.fsck.packs import Structure, catch_up
 from cas_ckpt.ops.fsck.records import Records, reread_names
-from cas_ckpt.ops.fsck.report import Effect, Findings, Hit, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.report import Effect, Findings, Hit, ProblemKind
 from cas_ckpt.storage.store import Store
 
 ALL_BELOW = "**"
@@ -187,7 +187,7 @@ class ProblemFinder:
             parts.append(f"{len(not_found)} of its entries cannot be found")
         findings.problem(
             ProblemKind.ENTRIES if broken is None else ProblemKind.PACK, key, "; ".join(parts), effect=effect,
-            repair=RepairKind.CHUNKS if effect is Effect.LOST else RepairKind.PACKS,
+            repair="chunks" if effect is Effect.LOST else "packs",
             objects=tuple(sorted(digest.hex() for digest in self.integrity.digests(lost).values())),
             hits=impact.hits, refs=impact.refs,
         )  # fmt: skip
@@ -249,7 +249,7 @@ class ProblemFinder:
         findings.problem(
             ProblemKind.MISSING, PACK_PREFIX,
             f"{len(impact.objects)} objects that commits need are in no pack{': ' if names else ''}{names}",
-            effect=Effect.LOST, repair=RepairKind.CHUNKS, objects=impact.objects, hits=impact.hits, refs=impact.refs,
+            effect=Effect.LOST, repair="chunks", objects=impact.objects, hits=impact.hits, refs=impact.refs,
         )  # fmt: skip
 
     def _look_again(self) -> bool:

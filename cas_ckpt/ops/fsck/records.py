@@ -25,7 +25,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from cas_ckpt.objects.digest import DIGEST_BYTES, MAGIC, Digest, object_id, unpack_canonical, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind
 from cas_ckpt.storage.file import IN_ITS_PLACE, FileStore, is_no_file
 from cas_ckpt.storage.store import Store, exists, few_keys, is_key
 
@@ -101,7 +101,7 @@ def _check_config(store: Store, findings: Findings) -> Config | None:
         what = f"it is missing: {error}"
     except CorruptionError as error:
         what = str(error)
-    findings.problem(ProblemKind.CONFIG, CONFIG_KEY, what, effect=Effect.AT_RISK, repair=RepairKind.CONFIG)
+    findings.problem(ProblemKind.CONFIG, CONFIG_KEY, what, effect=Effect.AT_RISK, repair="config")
     return None
 
 
@@ -125,7 +125,7 @@ def _check_gc_state(store: Store, refs: Sequence[Ref], findings: Findings) -> Gc
 
 def _add_gc_state_problem(findings: Findings, error: CorruptionError) -> None:
     """Of a gc/state that is damaged or lost, or was put back from an older copy."""
-    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, str(error), effect=Effect.AT_RISK, repair=RepairKind.STATE)
+    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, str(error), effect=Effect.AT_RISK, repair="state")
 
 
 # --- refs -----------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
 
 
 def _add_ref_problem(findings: Findings, key: str, what: str, name: str) -> None:
-    findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=RepairKind.REFS, refs=(name,))
+    findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair="refs", refs=(name,))
 
 
 def ref_keys(store: Store) -> list[tuple[RefKind, str, str | None]]:
@@ -222,7 +222,7 @@ def _check_forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest
             found.update(forgotten.decode_forgotten(key, record))
         except CorruptionError as error:
             all_known = False
-            findings.problem(ProblemKind.RECORD, key, str(error), effect=Effect.AT_RISK, repair=RepairKind.RECORDS)
+            findings.problem(ProblemKind.RECORD, key, str(error), effect=Effect.AT_RISK, repair="records")
     return frozenset(found), all_known
 
 
@@ -239,7 +239,7 @@ def _check_harmless(store: Store, findings: Findings) -> None:
             findings.note(key, "not the record of a name: no ref is called so; it is passed by, delete it")
         elif not is_sealed(key, record):
             what = f"{len(record)} bytes that are not the intact record of a name"
-            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=RepairKind.REFS)
+            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair="refs")
     for key, record in _read_all(store, forgotten.RELEASED_PREFIX):
         if not is_sealed(key, record):
             what = "commits that logs once named, unreadable: delete it; what it named may be reported as orphaned"
@@ -252,7 +252,7 @@ def _check_others(store: Store, findings: Findings) -> bool:
     known = (PACK_PREFIX, *named, protocol.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
     for key in ROOT_RECORDS:
         if isinstance(store, FileStore) and is_no_file(store.root / key):
-            findings.problem(ProblemKind.RECORD, key, IN_ITS_PLACE, effect=Effect.HARMLESS, repair=RepairKind.RECORDS)
+            findings.problem(ProblemKind.RECORD, key, IN_ITS_PLACE, effect=Effect.HARMLESS, repair="records")
     aside, packs_lost = 0, False
     for key, size in store.list(""):
         if key.startswith(ASIDE_PREFIX):
@@ -274,7 +274,7 @@ def _check_other(store: Store, findings: Findings, key: str, size: int) -> None:
         findings.note(key, "not a file of cas_ckpt, as far as this version knows")
     elif not is_sealed(key, record):
         what = f"{size} bytes that are not an intact record of this key"
-        findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=RepairKind.RECORDS)
+        findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair="records")
 
 
 def should_be_sealed(key: str, record: bytes) -> bool:

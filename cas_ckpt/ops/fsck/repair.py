@@ -33,6 +33,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from cas_ckpt.arguments import RepairKind
 from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.core.forgotten import decode_forgotten
@@ -46,7 +47,6 @@ from cas_ckpt.errors import (
     CkptError,
     ConflictError,
     CorruptionError,
-    InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
     UnsupportedVersionError,
@@ -69,7 +69,7 @@ from cas_ckpt.ops.fsck.records import (
 )
 from cas_ckpt.ops.fsck.repair_packs import open_source, repair_packs
 from cas_ckpt.ops.fsck.repair_refs import repair_refs
-from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairReport, RepairRequest
+from cas_ckpt.ops.fsck.report import Findings, RepairLog, RepairReport, RepairRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore, is_no_file, move_aside
 from cas_ckpt.storage.store import Store, is_key
@@ -77,19 +77,6 @@ from cas_ckpt.storage.url import open_store
 
 GENERATION_MARGIN = 1000
 """How many more collections may have begun than refs and index have seen."""
-
-
-def parse_kinds(words: Collection[str]) -> frozenset[RepairKind]:
-    """The kinds that `words` ("index", "packs" ...) name.
-
-    Raises:
-        InvalidInputError: one of them names nothing that can be repaired.
-    """
-    known = [kind.value for kind in RepairKind]
-    for word in words:
-        if word not in known:
-            raise InvalidInputError(f"repair what? {word!r} is none of {', '.join(known)}")
-    return frozenset(map(RepairKind, words))
 
 
 def repair_url(
@@ -110,19 +97,19 @@ def repair_store(
     if store.abilities.read_only and not request.dry_run:
         raise PermissionDeniedError(f"{store.url} cannot be written: repair where it can")
     log = RepairLog(request.dry_run)
-    if RepairKind.CONFIG in request.kinds:
-        _make_room(store, RepairKind.CONFIG, [CONFIG_KEY], log)
+    if "config" in request.kinds:
+        _make_room(store, "config", [CONFIG_KEY], log)
         _repair_config(store, request.sources, index_url, log)
-    if RepairKind.INDEX in request.kinds:
+    if "index" in request.kinds:
         _make_room_for_index(store, index_url, log)
     index = open_index(store, index_url, Findings(store))
     with nullcontext() if index is None else closing(index):
         _repair_all_but_index(store, index, request, log, progress)
-    if RepairKind.INDEX in request.kinds:
+    if "index" in request.kinds:
         if not request.dry_run:
             for pack, why in rebuild_index(store.url, index_url=index_url, progress=progress).damaged:
-                log.leave(RepairKind.INDEX, pack, f"it is left out: {why}; repair packs")
-        log.did(RepairKind.INDEX, store.url, "the index is made anew from the packs")
+                log.leave("index", pack, f"it is left out: {why}; repair packs")
+        log.did("index", store.url, "the index is made anew from the packs")
     return log.report()
 
 
@@ -130,13 +117,13 @@ def repair_open(handle: RepositoryHandle, request: RepairRequest, *, progress: P
     """Repair an open repository; its index is filled anew in place."""
     handle.require_writable()
     log = RepairLog(request.dry_run)
-    if RepairKind.CONFIG in request.kinds:
+    if "config" in request.kinds:
         _repair_config(handle.store, request.sources, None, log)
     _repair_all_but_index(handle.store, handle.index, request, log, progress)
-    if RepairKind.INDEX in request.kinds:
+    if "index" in request.kinds:
         if not request.dry_run:
             refill_index(handle, progress=progress)
-        log.did(RepairKind.INDEX, handle.index.place, "the index is made anew from the packs")
+        log.did("index", handle.index.place, "the index is made anew from the packs")
     handle.forget_chunks()
     return log.report()
 
@@ -147,24 +134,24 @@ def _repair_all_but_index(
     kinds = request.kinds
     with ExitStack() as stack:
         sources = [stack.enter_context(closing(open_source(url))) for url in request.sources]
-        if RepairKind.STATE in kinds:
-            _make_room(store, RepairKind.STATE, [GC_STATE_KEY], log)
+        if "state" in kinds:
+            _make_room(store, "state", [GC_STATE_KEY], log)
             _repair_gc_state(store, index, log)
-        if RepairKind.RECORDS in kinds:
-            moved = _make_room(store, RepairKind.RECORDS, ROOT_RECORDS, log)
+        if "records" in kinds:
+            moved = _make_room(store, "records", ROOT_RECORDS, log)
             _repair_records(store, sources, moved, log)
-        if kinds & {RepairKind.PACKS, RepairKind.CHUNKS}:
+        if kinds & {"packs", "chunks"}:
             records = check_lost_refs(store, index, check_records(store, Findings(store)), Findings(store))
             if records.config is None:
                 advice = 'repair it first, with repo.repair("config", sources=[OTHER])'
                 raise CorruptionError(f"the config is damaged: {advice}")
             repair_packs(store, index, records.config, records, request, sources, log, progress=progress)
-        if RepairKind.REFS in kinds:
+        if "refs" in kinds:
             config = read_config(store)
             if index is None:
                 index = stack.enter_context(Index.open(IN_MEMORY, store_id=config.store_id))
                 add_all_packs(store, index, progress=progress)
-            _make_room(store, RepairKind.REFS, sorted(refs_ever_made(store, index)), log)
+            _make_room(store, "refs", sorted(refs_ever_made(store, index)), log)
             repair_refs(RepositoryHandle(store, config, index), sources, request.refs, log)
 
 
@@ -187,7 +174,7 @@ def _make_room_for_index(store: Store, index_url: str | None, log: RepairLog) ->
     if isinstance(store, FileStore) and "://" not in place and place != IN_MEMORY:
         for path in (Path(f"{place}{end}") for end in ("", "-wal", "-shm", "-journal")):
             if is_no_file(path, links=True):
-                _move_aside(store, RepairKind.INDEX, path, f"index/{path.name}", log)
+                _move_aside(store, "index", path, f"index/{path.name}", log)
 
 
 def _move_aside(store: FileStore, kind: RepairKind, path: Path, key: str, log: RepairLog) -> None:
@@ -211,16 +198,16 @@ def _repair_config(store: Store, sources: Sequence[str], index_url: str | None, 
         try:
             config = read_config(other)
         except CkptError as error:
-            log.leave(RepairKind.CONFIG, CONFIG_KEY, f"{url} does not help: {error}")
+            log.leave("config", CONFIG_KEY, f"{url} does not help: {error}")
             continue
         if not _is_copy(store, other, config.store_id, index_url):
-            log.leave(RepairKind.CONFIG, CONFIG_KEY, f"{url} is another repository, not a copy of this one")
+            log.leave("config", CONFIG_KEY, f"{url} is another repository, not a copy of this one")
             continue
         if not log.dry_run:
             _replace_damaged(store, CONFIG_KEY, damaged, other.get(CONFIG_KEY))
-        log.did(RepairKind.CONFIG, CONFIG_KEY, f"as in {url}")
+        log.did("config", CONFIG_KEY, f"as in {url}")
         return
-    log.leave(RepairKind.CONFIG, CONFIG_KEY, f"{why}; give a copy of this very repository (--from)")
+    log.leave("config", CONFIG_KEY, f"{why}; give a copy of this very repository (--from)")
 
 
 def _is_copy(store: Store, other: Store, store_id: str, index_url: str | None) -> bool:
@@ -261,7 +248,7 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
     new = Generation(max(highest, seen, 0) + GENERATION_MARGIN - 1).next()
     if not log.dry_run:
         _replace_damaged(store, GC_STATE_KEY, damaged, encode_gc_state(GcState(new, GcPhase.IDLE)))
-    log.did(RepairKind.STATE, GC_STATE_KEY, f"idle, at generation {new.number}; no cas-ckpt gc may have been running")
+    log.did("state", GC_STATE_KEY, f"idle, at generation {new.number}; no cas-ckpt gc may have been running")
 
 
 # --- forgotten commits, policy ------------------------------------------------------------
@@ -296,14 +283,14 @@ def _repair_records(store: Store, sources: Sequence[RepositoryHandle], moved: Co
                 continue  # there may have been none
             forget = "forget the same commits again (cas-ckpt forget), then delete this file"
             advice = forget if is_forgotten else "write it again, or delete this file"
-            log.leave(RepairKind.RECORDS, key, f"no other copy has it (a clone is none): {advice}")
+            log.leave("records", key, f"no other copy has it (a clone is none): {advice}")
             continue
         if not log.dry_run:
             try:
                 _replace_damaged(store, key, record, intact)
             except ConflictError:
                 continue  # repaired by another process
-        log.did(RepairKind.RECORDS, key, "as in another copy")
+        log.did("records", key, "as in another copy")
 
 
 def _is_intact(key: str, record: bytes) -> bool:

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 
 from cas_ckpt import native
+from cas_ckpt.arguments import RepairKind
 from cas_ckpt.core.config import Config, read_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import ASIDE_PREFIX
@@ -55,7 +56,7 @@ from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.ops.fsck.packs import DataOptions, Structure, checked_structure, read_data
 from cas_ckpt.ops.fsck.problems import ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, ref_keys
-from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairRequest
+from cas_ckpt.ops.fsck.report import Findings, RepairLog, RepairRequest
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.storage.url import open_store
@@ -149,13 +150,13 @@ class _Repair:
                 self._structure.drop(condemned)
                 self._structure.index.drop_packs(condemned)
             self._look(without=())
-        self._log.did(RepairKind.PACKS, GC_STATE_KEY, what)
+        self._log.did("packs", GC_STATE_KEY, what)
 
     # --- chunks ---------------------------------------------------------------------------
 
     def _bring_lost(self) -> set[bytes]:
         """Bring what is nowhere whole, if asked to; what was brought (or, in a dry run, could be)."""
-        lost = self._lost() if RepairKind.CHUNKS in self._kinds else set()
+        lost = self._lost() if "chunks" in self._kinds else set()
         if not lost:
             return set()
         finder = self._finder
@@ -164,12 +165,12 @@ class _Repair:
             fetcher.fetch(lost)
         if fetcher.found:
             places = ", ".join(source.store.url for source in self._sources)
-            self._log.did(RepairKind.CHUNKS, self._store.url, f"{len(fetcher.found)} objects from {places}")
+            self._log.did("chunks", self._store.url, f"{len(fetcher.found)} objects from {places}")
         not_found = fetcher.not_found - set(finder.integrity.digests(finder.promised).values())
         if not_found and finder.is_needed(not_found):
             shown = ", ".join(digest.hex()[:12] for digest in sorted(not_found)[:_MOST_NAMED])
             self._log.leave(
-                RepairKind.CHUNKS, self._store.url,
+                "chunks", self._store.url,
                 f"{len(not_found)} objects have no intact copy ({shown}): give another repository that holds "
                 "them (--from), or commit the same state again",
             )  # fmt: skip
@@ -201,7 +202,7 @@ class _Repair:
             retire(self._store, self._state, self._damaged)
             self._structure.index.drop_packs(self._damaged)
         for pack in self._damaged:
-            self._log.did(RepairKind.PACKS, pack, "what is intact in it is in new packs, itself in damaged/")
+            self._log.did("packs", pack, "what is intact in it is in new packs, itself in damaged/")
 
     def _only_in(self, packs: Collection[str]) -> set[bytes]:
         """Objects that the index knows in `packs` and that no pack holds whole which may be relied on."""

@@ -46,7 +46,7 @@ from cas_ckpt.index import history
 from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck.records import read_refs, ref_keys, ref_name, refs_ever_made, remembered_refs
-from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, repair_command
+from cas_ckpt.ops.fsck.report import Findings, RepairLog, repair_command
 from cas_ckpt.storage.file import FileStore
 
 CLONED_FROM = "origin"
@@ -185,16 +185,16 @@ def _repair_ref(
     try:
         content = _decide(handle, ref, sources, chosen.get(ref.full_name))
     except NotFoundError as error:
-        log.leave(RepairKind.REFS, ref.key, f"{error}; {_candidates(handle, ref.full_name)}")
+        log.leave("refs", ref.key, f"{error}; {_candidates(handle, ref.full_name)}")
         return
     if not log.dry_run:
         try:
             _write(handle, ref, content)
         except NotFoundError as error:
-            log.leave(RepairKind.REFS, ref.key, f"{error}; repair chunks first, with --from")
+            log.leave("refs", ref.key, f"{error}; repair chunks first, with --from")
             return
     target = short(content.target) if content.target else "nothing, as a deleted ref does"
-    log.did(RepairKind.REFS, ref.key, f"names {target} ({content.origin})")
+    log.did("refs", ref.key, f"names {target} ({content.origin})")
 
 
 def _decide(
@@ -230,7 +230,7 @@ def _candidates(handle: RepositoryHandle, full_name: str) -> str:
     rows = sorted(filter(None, found), key=lambda row: -row.time_us)
     shown = ", ".join(f"{row.digest.hex()[:12]} ({row.message[:40]!r})" for row in rows[:_MOST_NAMED])
     best = rows[0].digest.hex()[:12] if rows else "COMMIT"
-    command = repair_command(handle.store, RepairKind.REFS, f"--ref {full_name}={best}")
+    command = repair_command(handle.store, "refs", f"--ref {full_name}={best}")
     return f"commits that no other follows: {shown or 'none'}. Choose one: {command}"
 
 
@@ -304,7 +304,7 @@ def _repair_names(handle: RepositoryHandle, log: RepairLog) -> None:
         if handle.store.get(key) != name_record(key):
             if not log.dry_run:
                 handle.store.put(key, name_record(key))
-            log.did(RepairKind.REFS, key, "says again that the ref exists")
+            log.did("refs", key, "says again that the ref exists")
 
 
 def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
@@ -321,14 +321,14 @@ def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
     for digest in graph.tips(graph.orphans(known, remembered, now=read_graph(handle), packs_lost=lost)):
         row = handle.index.read(history.read_commit, digest)
         message = "" if row is None else f" {row.message[:40]!r}"
-        keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
+        keep = repair_command(handle.store, "refs", f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
         if ref_key(RefKind.BRANCH, orphan_name(digest)) in {one.where for one in log.left}:
             keep = "repair what was said of its branch first"
         elif holes := graph.unknown_parents(graph.ancestors([digest])):
             missing = short(next(iter(holes)))
-            keep = f"bring {missing}, which is in no pack, first: {repair_command(handle.store, RepairKind.CHUNKS)}"
+            keep = f"bring {missing}, which is in no pack, first: {repair_command(handle.store, 'chunks')}"
         log.leave(
-            RepairKind.REFS, f"commit {short(digest)}",
+            "refs", f"commit {short(digest)}",
             f"nothing leads to it{message}: to keep it and what it follows, {keep}; to give it up, cas-ckpt forget "
             f"{short(digest)}",
         )  # fmt: skip

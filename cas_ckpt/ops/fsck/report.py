@@ -10,7 +10,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import get_args
 
+from cas_ckpt.arguments import RepairKind, check_choice, texts
 from cas_ckpt.core.records import Brief
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
@@ -40,18 +42,6 @@ class Effect(StrEnum):
     HARMLESS = "harmless"
     AT_RISK = "at risk"
     LOST = "lost"
-
-
-class RepairKind(StrEnum):
-    """Kinds of repairs, in the order in which they have to be run."""
-
-    CONFIG = "config"
-    STATE = "state"
-    RECORDS = "records"
-    PACKS = "packs"
-    CHUNKS = "chunks"
-    REFS = "refs"
-    INDEX = "index"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -134,7 +124,7 @@ class FsckReport(Brief):
     def commands(self) -> tuple[str, ...]:
         """The commands that repair what was found, each once, in the order in which they are to be run."""
         found = dict.fromkeys(problem.repair for problem in self.problems if problem.repair)
-        places = {text: at for at, text in enumerate(f"--repair {kind}" for kind in RepairKind)}
+        places = {text: at for at, text in enumerate(f"--repair {kind}" for kind in get_args(RepairKind))}
         return tuple(sorted(found, key=lambda command: min(at for text, at in places.items() if text in command)))
 
 
@@ -166,7 +156,7 @@ class Findings:
     def index_problem(self, place: str, what: str) -> None:
         """Add, once, that the index is damaged."""
         if not any(problem.kind is ProblemKind.INDEX for problem in self.problems):
-            self.problem(ProblemKind.INDEX, place, what, effect=Effect.HARMLESS, repair=RepairKind.INDEX)
+            self.problem(ProblemKind.INDEX, place, what, effect=Effect.HARMLESS, repair="index")
 
     def report(self) -> FsckReport:
         """All of it."""
@@ -176,7 +166,7 @@ class Findings:
 def repair_command(store: Store, kind: RepairKind, options: str = "") -> str:
     """The exact command that repairs `kind` in this repository; OTHER is a copy that holds the same objects."""
     place = shlex.quote(str(store.root) if isinstance(store, FileStore) else store.url)
-    if kind in (RepairKind.CONFIG, RepairKind.RECORDS, RepairKind.CHUNKS):
+    if kind in ("config", "records", "chunks"):
         options = "--from OTHER"
     return f"cas-ckpt -C {place} fsck --repair {kind} {options}".rstrip()
 
@@ -201,6 +191,12 @@ class RepairRequest:
     refs: Mapping[str, str] = field(default_factory=dict)
     read_data: bool = False
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            check_choice("what to repair", kind, RepairKind)
+        for ref, revision in self.refs.items():
+            texts(f"refs[{ref!r:.80}]", revision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cas_ckpt.arguments import check_real, check_whole
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.units import PackShard
 from cas_ckpt.index.liveness import PackLiveness
@@ -56,6 +57,12 @@ class GcOptions:
     many_small: int | None = None
     whole_chunks: bool = False
     shard: PackShard | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_age_s", "reflog_expire_s", "max_unused"):
+            check_real(name, getattr(self, name))
+        if self.max_repack_bytes is not None:
+            check_whole("max_repack_bytes", self.max_repack_bytes)
 
 
 REPACK = GcOptions(max_unused=0.0, many_small=2, whole_chunks=True)

@@ -18,6 +18,7 @@ from itertools import islice
 from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
 
+from cas_ckpt.arguments import check_whole
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows, log_rows_in_pieces
@@ -134,14 +135,13 @@ def find_request(
     wanted = commit_filter(world_size=world_size, axes=axes)
     if at is not None and (ref is not None or wanted):
         raise InvalidInputError("at= says which commits are meant: give it without ref=, world_size= and axes=")
-    for name, size in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
-        if size is not None and size < 0:
-            raise InvalidInputError(f"{name} is {size}: give a number of bytes, from 0 on")
-    if min_bytes is not None and max_bytes is not None and min_bytes > max_bytes:
-        raise InvalidInputError(f"nothing has {min_bytes} bytes or more and {max_bytes} or fewer: give other sizes")
+    least = None if min_bytes is None else check_whole("min_bytes", min_bytes)
+    most = None if max_bytes is None else check_whole("max_bytes", max_bytes)
+    if least is not None and most is not None and least > most:
+        raise InvalidInputError(f"nothing has {least} bytes or more and {most} or fewer: give other sizes")
     conditions = finding.EntryFilter(
         KeyPatterns(keys), None if dtype is None else parse_dtype(dtype), None if shape is None else parse_shape(shape),
-        min_bytes, max_bytes,
+        least, most,
     )  # fmt: skip
     return FindRequest(conditions, object_id, _revisions("ref", ref), _revisions("at", at), wanted)
 

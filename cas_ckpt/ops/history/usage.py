@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from itertools import islice
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import UsageBy, check_choice
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
@@ -49,15 +49,6 @@ from cas_ckpt.transfer.sources import IN_FLIGHT_BYTES
 
 _REST = "\0rest"
 """Name of the group of everything else; no key, id or branch is called so."""
-
-
-class UsageBy(Enum):
-    """Grouping of the rows of `du`."""
-
-    COMMIT = "commit"
-    BRANCH = "branch"
-    TENSOR = "tensor"
-    DTYPE = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +150,7 @@ def commit_stats(handle: RepositoryHandle, revision: Revision) -> CommitUsage:
 
 def usage_rows(
     handle: RepositoryHandle,
-    by: UsageBy | str = UsageBy.COMMIT,
+    by: UsageBy = "commit",
     *,
     revision: Revision | None = None,
     keys: str | Sequence[str] | None = None,
@@ -180,19 +171,16 @@ def usage_rows(
     Raises:
         NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together.
     """
-    try:
-        kind = UsageBy(by)
-    except ValueError as error:
-        raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
-    of_content = kind in (UsageBy.TENSOR, UsageBy.DTYPE)
-    if (keys is not None and not of_content) or (revision is not None and kind is UsageBy.BRANCH):
-        raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
-    if with_remotes and kind is not UsageBy.BRANCH:
-        raise InvalidInputError(f"du by {kind.value} takes no with_remotes: it is for branches")
+    check_choice("by", by, UsageBy)
+    of_content = by in ("tensor", "dtype")
+    if (keys is not None and not of_content) or (revision is not None and by == "branch"):
+        raise InvalidInputError(f"du by {by} takes no {'keys' if keys is not None else 'revision'}")
+    if with_remotes and by != "branch":
+        raise InvalidInputError(f"du by {by} takes no with_remotes: it is for branches")
     handle.sync()
     if of_content:
-        return _by_content(handle, resolve(handle, revision or "HEAD"), kind, keys)
-    if kind is UsageBy.BRANCH:
+        return _by_content(handle, resolve(handle, revision or "HEAD"), by, keys)
+    if by == "branch":
         return _by_branch(handle, with_remotes=with_remotes)
     every = list(_commits(handle))
     rows = every if revision is None else _commits(handle, revision)
@@ -282,7 +270,7 @@ def _kept_by_branches(
 
 
 def _by_content(
-    handle: RepositoryHandle, digest: Digest, kind: UsageBy, keys: str | Sequence[str] | None
+    handle: RepositoryHandle, digest: Digest, by: UsageBy, keys: str | Sequence[str] | None
 ) -> list[UsageRow]:
     """The rows of a commit's tensors, in the order of the tree, or of their dtypes, the largest first."""
     commit = known_commit(handle, digest)
@@ -293,7 +281,7 @@ def _by_content(
     first: dict[Digest, str] = {}
     for part in parts:
         if part.flavor != Flavor.VALUE:
-            name = part.key if kind is UsageBy.TENSOR else part.spec.dtype
+            name = part.key if by == "tensor" else part.spec.dtype
             totals[name] = totals.get(name, 0) + part.spec.shown_bytes
             if part.node is not None:
                 first.setdefault(part.node, name)
@@ -310,7 +298,7 @@ def _by_content(
     for name, total in totals.items():
         own, added = unique.get(name, Usage()), new.get(name, Usage())
         found.append(UsageRow(name, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes))
-    return found if kind is UsageBy.TENSOR else sorted(found, key=lambda row: (-row.total_bytes, row.name))
+    return found if by == "tensor" else sorted(found, key=lambda row: (-row.total_bytes, row.name))
 
 
 # --- status -------------------------------------------------------------------------------------

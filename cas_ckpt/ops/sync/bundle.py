@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 from zipfile import ZipFile, ZipInfo
 
-from cas_ckpt.arguments import Buffer
+from cas_ckpt.arguments import Buffer, check_path
 from cas_ckpt.core.config import Config, read_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph
@@ -301,7 +301,7 @@ def opened_bundle(path: str | os.PathLike[str]) -> Iterator[tuple[BundleStore, R
     Raises:
         NotFoundError: there is no such file. CorruptionError: it is not a whole bundle.
     """
-    with closing(BundleStore(path)) as store, closing(handle_on(store, read_config(store))) as source:
+    with closing(BundleStore(check_path(path))) as store, closing(handle_on(store, read_config(store))) as source:
         source.sync()
         if source.damaged:
             raise CorruptionError(f"{store.url}: {next(iter(source.damaged.values()))}: copy the file again")

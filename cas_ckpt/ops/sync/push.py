@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import check_path
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.forgotten import read_forgotten_leniently
@@ -257,7 +258,7 @@ def create_bundle(
     Raises:
         ConflictError: the file is there. InvalidInputError: there is nothing in it. NotFoundError: no such ref.
     """
-    place = Path(path)
+    place = Path(check_path(path))
     if os.path.exists(place) and not force:
         raise ConflictError(f"{place} exists already: choose another name, or replace it with force=True")
     updates = updates_of(handle, PushRequest(refs=refs))

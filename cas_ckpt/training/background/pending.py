@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.errors import CancelledError, InvalidInputError, StillPendingError, shown_value
 from cas_ckpt.uncopied import Uncopied
 
@@ -55,7 +54,6 @@ class PendingProgress:
     saved_bytes: int
 
 
-@reads_arguments
 class PendingCommit(Uncopied):
     """A commit that `commit_async` began. Threads may share it.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cas_ckpt.arguments import RepairKind
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
@@ -21,7 +22,7 @@ from cas_ckpt.objects.state import StoredTensor, parse_key, render_key, walk
 from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.fsck.repair import repair_url
-from cas_ckpt.ops.fsck.report import FsckReport, RepairKind, RepairReport, RepairRequest
+from cas_ckpt.ops.fsck.report import FsckReport, RepairReport, RepairRequest
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, create_tag
 from cas_ckpt.storage.file import FileStore
@@ -106,7 +107,7 @@ def repair(path: Path, *kinds: RepairKind, other: Path | None = None, **more: An
 
 def repair_as_told(path: Path, report: FsckReport, other: Path | None = None) -> RepairReport:
     """Run the printed commands, OTHER filled in."""
-    kinds = [RepairKind(command.split(" --repair ")[1].split()[0]) for command in report.commands]
+    kinds = [command.split(" --repair ")[1].split()[0] for command in report.commands]
     return repair(path, *kinds, other=other)
 
 

@@ -13,7 +13,7 @@ from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.report import Effect, RepairKind
+from cas_ckpt.ops.fsck.report import Effect
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.storage.file import FileStore
@@ -72,7 +72,7 @@ def test_a_source_that_is_damaged_itself_helps_as_far_as_it_is_intact(repo: Path
     flip(data_pack(repo), 100_000)
     flip(data_pack(repo), 4_300_000)
     flip(data_pack(copy), 4_300_000)
-    done = repair(repo, RepairKind.CHUNKS, other=copy, read_data=True)
+    done = repair(repo, "chunks", other=copy, read_data=True)
     assert not done.ok and "1 objects have no intact copy" in done.left[0].what
     assert [len(problem.objects) for problem in check(repo).problems] == [1]
 
@@ -80,7 +80,7 @@ def test_a_source_that_is_damaged_itself_helps_as_far_as_it_is_intact(repo: Path
 def test_the_next_commit_of_the_same_state_heals_after_the_damaged_pack_is_out_of_use(repo: Path) -> None:
     flip(data_pack(repo), 100_000)
     check(repo)
-    assert not repair(repo, RepairKind.CHUNKS).ok
+    assert not repair(repo, "chunks").ok
     assert not check(repo).ok
     handle = RepositoryHandle.open(repo)
     assert commit(handle, STATE).stats.num_new_chunks == 1
@@ -100,7 +100,7 @@ def test_two_damaged_copies_of_a_chunk_heal_each_other_leaf_by_leaf(repo: Path, 
     flip(target, inside_the_largest(repo, target, 1_000_000))
     report = check(repo)
     assert {problem.effect for problem in report.problems} == {Effect.LOST}
-    assert repair(repo, RepairKind.PACKS).ok
+    assert repair(repo, "packs").ok
     assert check(repo).ok
     assert same_bytes(read(repo)["model/w"], STATE["model"]["w"].view("uint32"))
 

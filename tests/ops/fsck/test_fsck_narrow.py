@@ -12,7 +12,7 @@ from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects import pack
 from cas_ckpt.ops.fsck.repair import repair_store
-from cas_ckpt.ops.fsck.report import Effect, RepairKind, RepairRequest
+from cas_ckpt.ops.fsck.report import Effect, RepairRequest
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
@@ -86,7 +86,7 @@ def test_a_ref_is_not_made_to_name_what_a_collection_is_about_to_delete(repo: Pa
     store = FileStore(repo)
     store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (data_pack(repo),))))
     flip(repo / "refs/heads/main.ref", 60)
-    done = repair(repo, RepairKind.REFS, other=copy)
+    done = repair(repo, "refs", other=copy)
     assert not done.actions and "about to be collected" in done.left[0].what
 
 
@@ -97,7 +97,7 @@ def test_a_collection_that_begins_meanwhile_ends_the_repair_before_anything_is_r
     key = data_pack(repo)
     flip(repo / key, 3000)
     check(repo)
-    request = RepairRequest(frozenset({RepairKind.CHUNKS}), (str(copy),))
+    request = RepairRequest(frozenset({"chunks"}), (str(copy),))
     inner = FileStore(repo)
 
     def begin_a_collection() -> None:
@@ -108,7 +108,7 @@ def test_a_collection_that_begins_meanwhile_ends_the_repair_before_anything_is_r
         repair_store(store, request, index_url=str(repo / "index" / "index.sqlite"))
     assert store.happened
     assert (repo / key).exists()
-    assert repair(repo, RepairKind.CHUNKS, other=copy).ok
+    assert repair(repo, "chunks", other=copy).ok
     assert check(repo).ok and not (repo / key).exists()
 
 
@@ -118,7 +118,7 @@ def test_a_repair_takes_over_from_a_collector_that_died_after_it_condemned_the_d
     key = data_pack(repo)
     flip(repo / key, (repo / key).stat().st_size - 30)
     FileStore(repo).put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (key,))))
-    assert repair(repo, RepairKind.PACKS).ok
+    assert repair(repo, "packs").ok
     assert check(repo).problems == ()
     assert read_gc_state(FileStore(repo)).phase == "idle"
 
@@ -131,5 +131,5 @@ def test_the_intact_header_of_another_pack_is_damage(repo: Path, tmp_path: Path)
     assert [(problem.effect, "its header says" in problem.what) for problem in report.problems] == [
         (Effect.HARMLESS, True)
     ]
-    assert repair(repo, RepairKind.PACKS, other=copy).ok
+    assert repair(repo, "packs", other=copy).ok
     assert check(repo).ok

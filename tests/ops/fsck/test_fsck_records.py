@@ -26,7 +26,7 @@ from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.records import check_records
 from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, repair_open
-from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind, RepairRequest
+from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairRequest
 from cas_ckpt.ops.refs import create_branch, create_tag, reflog
 from cas_ckpt.ops.sync.fetch import FetchRequest, clone
 from cas_ckpt.storage.file import FileStore
@@ -113,7 +113,7 @@ def check_records_only(path: Path) -> list[Problem]:
 def test_a_repaired_ref_has_its_target_and_its_log_again(repo: Path, intact: Path) -> None:
     before = RepositoryHandle.open(intact).refs.get(RefKind.BRANCH, "old")
     flip(repo / "refs/heads/old.ref", 60)
-    assert repair(repo, RepairKind.REFS, other=intact).ok
+    assert repair(repo, "refs", other=intact).ok
     handle = RepositoryHandle.open(repo)
     after = handle.refs.get(RefKind.BRANCH, "old")
     assert after.target == before.target
@@ -124,7 +124,7 @@ def test_a_repaired_ref_has_its_target_and_its_log_again(repo: Path, intact: Pat
 
 def test_a_ref_that_only_the_copy_has_is_brought_back(repo: Path, intact: Path) -> None:
     (repo / "refs/heads/old.ref").unlink()
-    assert repair(repo, RepairKind.REFS, other=intact).ok
+    assert repair(repo, "refs", other=intact).ok
     target = RepositoryHandle.open(repo).refs.get(RefKind.BRANCH, "old").target
     assert target == RepositoryHandle.open(intact).refs.get(RefKind.BRANCH, "old").target
 
@@ -133,11 +133,11 @@ def test_without_a_copy_nothing_is_guessed_and_the_command_that_chooses_is_print
     head = RepositoryHandle.open(repo).refs.get(RefKind.BRANCH, "main").target
     assert head is not None
     flip(repo / "refs/heads/main.ref", 60)
-    done = repair(repo, RepairKind.REFS)
+    done = repair(repo, "refs")
     assert not done.actions
     assert head.hex()[:12] in done.left[0].what
     assert "--ref refs/heads/main=" in done.left[0].what
-    assert repair(repo, RepairKind.REFS, refs={"main": head.hex()[:12]}).ok
+    assert repair(repo, "refs", refs={"main": head.hex()[:12]}).ok
     assert RepositoryHandle.open(repo).refs.get(RefKind.BRANCH, "main").target == head
     assert check(repo).ok
 
@@ -146,16 +146,16 @@ def test_a_ref_is_not_made_to_name_a_commit_that_is_not_whole(repo: Path, intact
     flip(repo / "refs/heads/main.ref", 60)
     for path in (repo / "packs").glob("*/*.data"):
         path.unlink()
-    done = repair(repo, RepairKind.REFS, other=intact)
+    done = repair(repo, "refs", other=intact)
     assert not done.actions and "not whole" in done.left[0].what
-    assert repair(repo, RepairKind.CHUNKS, RepairKind.REFS, other=intact).ok
+    assert repair(repo, "chunks", "refs", other=intact).ok
     assert check(repo).ok
 
 
 def test_the_config_of_another_repository_is_refused(repo: Path, tmp_path: Path) -> None:
     new_repository(tmp_path / "stranger").close()
     flip(repo / "config", 50)
-    done = repair(repo, RepairKind.CONFIG, other=tmp_path / "stranger")
+    done = repair(repo, "config", other=tmp_path / "stranger")
     assert not done.ok and "another repository" in done.left[0].what
 
 
@@ -205,10 +205,10 @@ def test_gc_state_is_not_made_anew_while_the_index_cannot_say_what_it_has_seen(
 
     monkeypatch.setattr(Index, "generation", property(unreachable))
     with pytest.raises(StorageError, match="does not answer"):
-        repair_open(handle, RepairRequest(frozenset({RepairKind.STATE})))
+        repair_open(handle, RepairRequest(frozenset({"state"})))
     assert (repo / "gc/state").read_bytes() == b""
     monkeypatch.undo()
-    repair_open(handle, RepairRequest(frozenset({RepairKind.STATE})))
+    repair_open(handle, RepairRequest(frozenset({"state"})))
     assert read_gc_state(handle.store).generation.number > 7 * GENERATION_MARGIN
 
 
@@ -248,7 +248,7 @@ def test_repair_of_packs_gives_up_a_collection_that_only_condemned(repo: Path, i
     keys = [key for key, _ in handle.store.list("packs/")]
     handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (keys[0],))))
     flip(repo / keys[1], 70)
-    assert repair(repo, RepairKind.CHUNKS, other=intact, read_data=True).ok
+    assert repair(repo, "chunks", other=intact, read_data=True).ok
     assert (repo / keys[0]).exists() and not (repo / keys[1]).exists()
     assert read_gc_state(handle.store).phase == GcPhase.IDLE and check(repo).ok
 
@@ -269,7 +269,7 @@ def test_flipped_pages_of_the_index_are_found_or_do_not_matter_and_are_repaired(
         report = check(repo)
         assert {problem.kind for problem in report.problems} <= {ProblemKind.INDEX}, at
         found += not report.ok
-        assert repair(repo, RepairKind.INDEX).ok
+        assert repair(repo, "index").ok
         assert check(repo).ok, at
         assert sorted(RepositoryHandle.open(repo).index.read(history.read_links)) == ids
         copy_of(intact, repo)
@@ -285,7 +285,7 @@ def test_a_damaged_page_of_what_the_index_remembers_of_refs_is_reported_and_repa
     flip(index_file(repo), (root - 1) * page_bytes)  # the kind of the page
     report = check(repo)
     assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
-    assert repair(repo, RepairKind.INDEX).ok
+    assert repair(repo, "index").ok
     assert check(repo).ok
 
 
@@ -295,7 +295,7 @@ def test_a_name_that_no_ref_can_have_in_the_index_is_reported_and_repaired(repo:
     raw.close()
     report = check(repo)
     assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
-    assert repair(repo, RepairKind.INDEX).ok
+    assert repair(repo, "index").ok
     assert check(repo).ok
 
 
@@ -304,7 +304,7 @@ def test_a_damaged_name_of_a_column_of_a_table_or_view_is_reported_and_repaired(
     flip(index_file(repo), index_file(repo).read_bytes().index(name))
     report = check(repo)
     assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
-    assert repair(repo, RepairKind.INDEX).ok
+    assert repair(repo, "index").ok
     assert check(repo).ok
 
 
@@ -391,7 +391,7 @@ def test_an_open_repository_is_checked_and_repaired_in_place(repo: Path, intact:
     flip(meta, 70)
     report = check_open(handle)
     assert not report.ok
-    kinds = frozenset({RepairKind.CHUNKS, RepairKind.INDEX})
+    kinds = frozenset({"chunks", "index"})
     assert repair_open(handle, RepairRequest(kinds, (str(intact),))).ok
     assert check_open(handle).ok
     assert (
@@ -436,7 +436,7 @@ def test_a_clone_says_what_branches_named_when_it_last_fetched(repo: Path, tmp_p
     if lost == "all":
         for place in ("refs", "names", "index"):
             shutil.rmtree(repo / place)
-    assert repair(repo, RepairKind.REFS, other=tmp_path / "clone").ok
+    assert repair(repo, "refs", other=tmp_path / "clone").ok
     handle = RepositoryHandle.open(repo)
     assert {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH)} == heads
     assert {ref.name: (ref.target, ref.note, ref.signature) for ref in handle.refs.list(RefKind.TAG)} == tags
@@ -448,7 +448,7 @@ def test_the_policy_of_a_clone_is_not_taken_for_that_of_the_repository(repo: Pat
     with Repository.clone(repo, tmp_path / "clone") as made:
         made.set_policy(Policy(keep_last=1))
     flip(repo / "policy", 60)
-    report = repair(repo, RepairKind.RECORDS, other=tmp_path / "clone")
+    report = repair(repo, "records", other=tmp_path / "clone")
     assert [(one.where, "a clone is none" in one.what) for one in report.left] == [("policy", True)]
 
 

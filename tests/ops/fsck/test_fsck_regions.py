@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.ops.fsck.report import Effect, FsckReport, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.report import Effect, FsckReport, ProblemKind
 from tests.builders import commit, new_repository
 from tests.ops.fsck.fsck_cases import (
     Region,
@@ -169,12 +169,12 @@ def test_damage_without_another_copy_stays_told_and_the_rest_is_saved(repo: Path
     region = next(r for r in regions(intact) if r.name == "chunk payload" and r.stop - r.start > 1 << 20)
     flip(repo / region.pack, region.start)
     before = check(repo)
-    done = repair(repo, RepairKind.CHUNKS, RepairKind.PACKS)
+    done = repair(repo, "chunks", "packs")
     assert not done.ok and "no intact copy" in done.left[0].what
     after = check(repo)
     assert [problem.effect for problem in after.problems] == [Effect.LOST]
     assert {h.commit: h.keys for p in before.problems for h in p.hits} == {
         h.commit: h.keys for p in after.problems for h in p.hits
     }
-    assert repair(repo, RepairKind.CHUNKS, other=intact).ok
+    assert repair(repo, "chunks", other=intact).ok
     assert check(repo).ok

@@ -13,7 +13,7 @@ from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.repair import repair_store
-from cas_ckpt.ops.fsck.report import RepairKind, RepairRequest
+from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
@@ -24,7 +24,7 @@ from tests.ops.fsck.fsck_cases import READ_ALL, arrays, check, copy_of, flip, re
 from tests.wrapped_stores import FaultyStore
 
 ALL = GcOptions(min_age_s=0, reflog_expire_s=0)
-KINDS = frozenset({RepairKind.CHUNKS, RepairKind.PACKS, RepairKind.REFS})
+KINDS = frozenset({"chunks", "packs", "refs"})
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_a_ref_whose_repair_died_is_named_or_still_missed(
 ) -> None:
     intact, kept = without_dev
     wanted = arrays(intact, [kept])
-    request = RepairRequest(frozenset({RepairKind.REFS}), refs={"dev": kept})
+    request = RepairRequest(frozenset({"refs"}), refs={"dev": kept})
 
     def repaired(path: Path, dying: FaultPlan | None = None) -> FaultyStore:
         store = FaultyStore(FileStore(path), dying)
@@ -180,7 +180,7 @@ def test_a_ref_whose_repair_failed_is_still_missed(without_dev: tuple[Path, str]
     path, kept = without_dev
     (pack, *_) = sorted((path / "packs").glob("*/*.data"), key=lambda one: one.stat().st_mtime_ns)[1:]
     pack.rename(tmp_path / "away")
-    done = repair(path, RepairKind.REFS, refs={"dev": kept})
+    done = repair(path, "refs", refs={"dev": kept})
     assert [action.where for action in done.left] == ["refs/heads/dev.ref"]
     (tmp_path / "away").rename(pack)
     assert missed(path) == ["refs/heads/dev.ref"]
@@ -190,5 +190,5 @@ def test_a_ref_whose_repair_failed_is_still_missed(without_dev: tuple[Path, str]
 def test_a_ref_that_was_cut_to_nothing_is_made_again(intact: Path, tmp_path: Path) -> None:
     path = copy_of(intact, tmp_path / "repo")
     (path / "refs/heads/main.ref").write_bytes(b"")
-    assert repair(path, RepairKind.REFS, other=intact).ok
+    assert repair(path, "refs", other=intact).ok
     assert check(path).ok

@@ -12,7 +12,7 @@ from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_sta
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.ops.fsck.repair import repair_store
-from cas_ckpt.ops.fsck.report import RepairKind, RepairRequest
+from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import Collection
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
@@ -23,7 +23,7 @@ from tests.ops.fsck.fsck_cases import check, copy_of, flip, repair
 
 EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
 STATE = {"w": numbers(64, 64, seed=1)}
-CHUNKS = frozenset({RepairKind.CHUNKS, RepairKind.PACKS})
+CHUNKS = frozenset({"chunks", "packs"})
 
 
 def data_packs(repo: Path) -> set[str]:

@@ -34,7 +34,7 @@ from cas_ckpt.objects.layouts import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+from cas_ckpt.ops.fsck.repair import repair_url
 from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import Collection, collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
@@ -304,7 +304,7 @@ def test_repair_and_collection_do_not_wait_for_each_other(handle: RepositoryHand
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-10])
     handle.close()
-    request = RepairRequest(parse_kinds(["packs", "chunks"]), sources=[str(tmp_path / "copy")])
+    request = RepairRequest(frozenset(["packs", "chunks"]), sources=[str(tmp_path / "copy")])
     for what in (lambda: collect_garbage(RepositoryHandle.open(tmp_path / "repo"), EXPIRED),
                  lambda: repair_url(tmp_path / "repo", request)) * 2:  # fmt: skip
         with contextlib.suppress(CkptError):

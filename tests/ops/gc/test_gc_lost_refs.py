@@ -10,7 +10,7 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.repair import parse_kinds, repair_open
+from cas_ckpt.ops.fsck.repair import repair_open
 from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
@@ -72,6 +72,6 @@ def test_fsck_misses_a_lost_ref_and_repair_makes_it_again(handle: RepositoryHand
     handle.store.delete("refs/heads/main.ref")
     report = check_open(handle)
     assert [problem.where for problem in report.problems] == ["refs/heads/main.ref"]
-    repair_open(handle, RepairRequest(parse_kinds(["refs"]), refs={"refs/heads/main": info.id}))
+    repair_open(handle, RepairRequest(frozenset(["refs"]), refs={"refs/heads/main": info.id}))
     assert not check_open(handle).problems
     assert stored_arrays(handle, info.root)

@@ -510,7 +510,7 @@ def test_what_verbs_answer_is_what_nodes_say_on_postgresql(tmp_path: Path, serve
 def _compare(handle: RepositoryHandle, seed: int) -> None:
     maker, states = Maker(seed), dict[str, Container]()
     r = maker.random
-    with Repository(handle, group=None) as repo:
+    with Repository(handle) as repo:
         grow(repo, maker, states, 6)
         check(repo, r)
         for _ in range(tries(1, 2)):

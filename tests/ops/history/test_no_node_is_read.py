@@ -51,7 +51,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Reposito
         commit(handle, state, metrics={"loss": 1.0 / (number + 1)}, branch=branch)
     handle.close()
     store = CountingStore(FileStore(path))
-    with Repository(RepositoryHandle.on_store(store, index_url=str(path / INDEX_PATH)), group=None) as repo:
+    with Repository(RepositoryHandle.on_store(store, index_url=str(path / INDEX_PATH))) as repo:
         yield repo, store
 
 

@@ -476,7 +476,7 @@ def test_who_may_not_write_the_settings_pushes_and_fetches_all_the_same(tmp_path
     denied = FaultPlan(1, Fault.FAIL, frozenset({"compare_and_swap"}), error=PermissionDeniedError)
     for verb in (Repository.push, Repository.fetch):
         store = FaultyStore(open_store(tmp_path / "here"), denied)  # the settings are what is swapped first
-        with Repository(RepositoryHandle.on_store(store, index_url=":memory:"), group=None) as again:
+        with Repository(RepositoryHandle.on_store(store, index_url=":memory:")) as again:
             verb(again)
             assert [one.repository for one in again.remotes()] == [""]
             assert again.remote_branches() == {"origin/main": again.resolve("main")}
