@@ -6,12 +6,13 @@
     assert process.returncode == -signal.SIGKILL
 
 A `Forked` is used as `subprocess.Popen` is. It shares nothing with the test: the server was started for itself and does
-nothing but fork, so that a process is killed, stopped or left holding a lock like any other. Tests of what a program
-imports, prints at its start or does at its end use `subprocess`.
+nothing but fork, so that a process is killed, stopped or left holding a lock like any other. What a program does at its
+end is that of `run_program`; tests of what one imports or prints at its start use `subprocess`.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import multiprocessing
 import os
@@ -188,6 +189,23 @@ def run_module(name: str, *arguments: str) -> None:
     """As `python -m name arguments` does."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_program(text: str, *arguments: str) -> None:
+    """As `python -c text arguments` does, with all that an interpreter does at its end but destructors: 2 s."""
+    sys.argv, code = ["-c", *arguments], 0
+    try:
+        exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:  # noqa: BLE001 - shown as Python would
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(ends: list[Connection | None], function: Callable[..., object], args: tuple[Any, ...]) -> None:

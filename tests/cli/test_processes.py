@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.cli.main import PLACES
 from tests.cli.running import environment, run
+from tests.processes import PIPE, Forked, run_module
 from tests.signing.keys import key_file, public_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -140,6 +142,19 @@ def test_a_shell_can_complete_command_lines() -> None:
     assert (ran.code, "complete" in ran.out) == (0, True)
 
 
+def answered(folder: Path, told: dict[str, str]) -> tuple[str, str]:
+    """What the program says to a shell, in a process that was forked."""
+    with Forked(_answer, folder, told, stdout=PIPE, stderr=PIPE) as process:
+        out, err = process.communicate()
+    return out, err
+
+
+def _answer(folder: Path, told: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.update(told)
+    run_module("cas_ckpt")
+
+
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -150,10 +165,10 @@ def test_a_shell_can_complete_command_lines() -> None:
 def test_a_shell_is_offered_refs_keys_and_verbs(place: Path, line: str, offered: list[str]) -> None:
     words = ["cas-ckpt", "-C", "repo", *line.split(" ")]
     told = {"_CAS_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    ran = run(cwd=place, **told)
-    assert (ran.err, [item.partition(",")[2] for item in ran.out.split()]) == ("", offered)
+    out, err = answered(place, told)
+    assert (err, [item.partition(",")[2] for item in out.split()]) == ("", offered)
 
 
 def test_completion_where_there_is_no_repository_offers_nothing(tmp_path: Path) -> None:
     told = {"_CAS_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": "cas-ckpt log ma", "COMP_CWORD": "2"}
-    assert run(cwd=tmp_path, **told).out.strip() == ""
+    assert answered(tmp_path, told)[0].strip() == ""

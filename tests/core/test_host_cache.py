@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import ListedVersion
 from tests.committing import commit
+from tests.processes import PIPE, Forked
 from tests.remote_store import RemoteStore
 
 
@@ -296,34 +295,31 @@ def test_threads_share_a_cache(bucket: MemoryStore, place: Path) -> None:
     assert not errors
 
 
-_WRITES_FOR_EVER = """
-import sys
-from cas_ckpt.core.host_cache import HostCache
-kept = HostCache.open(sys.argv[1]).repository("0" * 32, "s3://bucket/llm")
-print("begun", flush=True)
-while True:
-    for number in range(20):
-        kept.put(f"{number}", b"%d" % number * 100_000)
-"""
+def _write_for_ever(place: Path) -> None:
+    kept = HostCache.open(place).repository("0" * 32, "s3://bucket/llm")
+    print("begun", flush=True)
+    while True:
+        for number in range(20):
+            kept.put(f"{number}", b"%d" % number * 100_000)
+
+
+@contextmanager
+def _two(function: Callable[..., None], *args: Path) -> Iterator[None]:
+    """Two processes that have begun, and are killed at the end of the block."""
+    with Forked(function, *args, stdout=PIPE) as first, Forked(function, *args, stdout=PIPE) as second:
+        for process in (first, second):
+            process.stdout.readline()
+        yield
+        for process in (first, second):
+            process.kill()
 
 
 @pytest.mark.slow
 def test_processes_that_are_killed_while_they_write_leave_whole_values_or_none(place: Path) -> None:
     for _ in range(3):
-        writers = [
-            subprocess.Popen([sys.executable, "-c", _WRITES_FOR_EVER, str(place)], stdout=subprocess.PIPE)
-            for _ in range(2)
-        ]
-        for writer in writers:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-        for _, number in zip(range(200), _forever(20), strict=False):
-            check(place, number)
-        for writer in writers:
-            writer.kill()
-            writer.wait()
-            assert writer.stdout is not None
-            writer.stdout.close()
+        with _two(_write_for_ever, place):
+            for _, number in zip(range(200), _forever(20), strict=False):
+                check(place, number)
         for number in range(20):
             check(place, number)
 
@@ -380,25 +376,14 @@ def test_an_index_in_the_cache_is_rebuilt(bucket: MemoryStore, place: Path) -> N
         assert handle.index.packs() == before
 
 
-_LOOKS_FOR_EVER = """
-import sys
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
-from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.host_cache import HostCache
-from cas_ckpt.storage.file import FileStore
-from tests.core.test_host_cache import messages
-from tests.remote_store import RemoteStore
-path, place = sys.argv[1:]
-print("begun", flush=True)
-while True:
-    with closing(RepositoryHandle.on_store(RemoteStore(FileStore(Path(path))), cache=place)) as handle:
-        handle.sync()
-        messages(handle)
-        list(handle.refs.list())
-    HostCache.open(place).clear()
-"""
+def _look_for_ever(path: Path, place: Path) -> None:
+    print("begun", flush=True)
+    while True:
+        with closing(RepositoryHandle.on_store(RemoteStore(FileStore(path)), cache=place)) as handle:
+            handle.sync()
+            messages(handle)
+            list(handle.refs.list())
+        HostCache.open(place).clear()
 
 
 @pytest.mark.slow
@@ -410,19 +395,8 @@ def test_processes_that_are_killed_while_they_look_leave_a_cache_that_answers_ri
             commit(writer, {"w": np.full(300, number, np.float32)}, message=f"{number}")
     wanted = [f"{number}" for number in range(19, -1, -1)]
     for wait_s in (0.05, 0.3, 0.6):
-        processes = [
-            subprocess.Popen([sys.executable, "-c", _LOOKS_FOR_EVER, str(path), str(place)], stdout=subprocess.PIPE)
-            for _ in range(2)
-        ]
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
-        threading.Event().wait(wait_s)
-        for process in processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+        with _two(_look_for_ever, path, place):
+            threading.Event().wait(wait_s)
         for _ in range(2):
             with closing(RepositoryHandle.on_store(RemoteStore(FileStore(path)), cache=place)) as handle:
                 assert messages(handle) == wanted

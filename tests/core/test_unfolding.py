@@ -23,7 +23,7 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.diff.walk import differing
 from tests.builders import doubling_nodes, new_repository, publish_nodes
-from tests.cli.running import run
+from tests.cli.running import call
 from tests.core.test_hostile_repository import store_nodes
 
 pytestmark = pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_tensor_that_no_memory_can_hold_is_a_typed_error(tmp_path: Path) -> No
 def test_the_command_line_has_the_limit_too(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit({f"{number}": number for number in range(300)})
-    refused = run("-C", tmp_path / "repo", "--max-entries", "100", "export", "main", tmp_path / "out.pt")
+    refused = call("-C", tmp_path / "repo", "--max-entries", "100", "export", "main", tmp_path / "out.pt")
     assert refused.code == 1
     assert "--max-entries" in refused.err
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from cas_ckpt.errors import BackgroundCommitError, OutOfSpaceError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from tests.effects import CrashNow, Effects, FaultPlan, die_after, die_before, no_space_from
+from tests.processes import PIPE, Forked, run_program
 from tests.wrapped_stores import FaultyStore
 
 MOST_EFFECTS = 22
@@ -134,12 +134,12 @@ PROGRAM = """
 """
 
 
-def run(path: Path, body: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(path: Path, body: str) -> subprocess.CompletedProcess[str]:
     """Run a program that has opened the repository."""
     text = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
-    return subprocess.run(
-        [sys.executable, "-c", text, str(path)], capture_output=True, text=True, timeout=100, check=False, **options
-    )
+    with Forked(run_program, text, str(path), stdout=PIPE, stderr=PIPE) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(text, process.wait(), out, err)
 
 
 @pytest.fixture

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -34,7 +30,7 @@ from cas_ckpt.storage.memory import MemoryStore
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.crash.collecting import THOROUGH, World, history
 from tests.effects import CrashNow, Effects, Fault, FaultPlan, die_after, die_before, lose_reply, no_space_from
-from tests.processes import ROOT
+from tests.processes import PIPE, Forked
 from tests.wrapped_stores import FaultyStore
 
 BRANCHES = ("main", "ft")
@@ -192,41 +188,33 @@ def test_a_full_disk_and_lost_replies_end_in_an_error_or_in_the_push() -> None:
         push.finish()
 
 
-CHILD = """
-    import sys
-    from cas_ckpt import Repository
-    with Repository.open(sys.argv[1]) as repo:
+def push_or_pull(deed: str, url: str) -> None:
+    """In a process of its own."""
+    with Repository.open(url) as repo:
         print("ready", flush=True)
-        {deed}
-"""
+        getattr(repo, deed)()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deed", ["repo.push()", "repo.pull()"])
+@pytest.mark.parametrize("deed", ["push", "pull"])
 def test_a_process_that_is_killed_is_gone_on_with(tmp_path: Path, deed: str) -> None:
     with Repository.init(tmp_path / "here") as here, Repository.init(tmp_path / "there") as there:
-        giver, taker = (here, there) if "push" in deed else (there, here)
+        giver, taker = (here, there) if deed == "push" else (there, here)
         for step in range(12):
             commit(giver._handle, {"own": numbers(700, 700, seed=step)})
         here.add_remote("origin", there.url)
         killed = 0
         for delay_s in (0.0, 0.005, 0.01, 0.02, 0.04):
-            child = subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(CHILD.format(deed=deed)), here.url],
-                cwd=ROOT, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert child.stdout is not None
-            child.stdout.readline()
-            try:
-                child.wait(delay_s)
-            except subprocess.TimeoutExpired:
-                os.kill(child.pid, signal.SIGKILL)
-            killed += child.wait() != 0
-            child.stdout.close()
+            with Forked(push_or_pull, deed, here.url, stdout=PIPE) as child:
+                child.stdout.readline()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(delay_s)
+                child.kill()
+                killed += child.wait() != 0
             for info in taker.log() if taker.branches() else []:
                 stored_arrays(taker._handle, info.root)
         assert killed
-        (here.push if "push" in deed else here.pull)()
+        getattr(here, deed)()
         assert taker.resolve("main") == giver.resolve("main")
         assert taker.fsck(read_data=True).ok
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,33 +23,29 @@ from cas_ckpt.ops.history.usage import repository_stats
 from cas_ckpt.storage import disk
 from cas_ckpt.storage.disk import LOCK_NAME
 from cas_ckpt.storage.file import FileStore
+from tests.cli.running import call
+from tests.processes import PIPE, Forked
 
-ROOT = Path(__file__).parents[2]
 AT_ONCE = GcOptions(min_age_s=0)
 FAR_FUTURE_S = 4e9
 
-WRITER = """
-import sys
-from cas_ckpt.storage.file import FileStore
-writer = FileStore(sys.argv[1]).open_writer("packs/aa/" + 32 * "a" + ".data")
-writer.write(bytes(16 << 20))
-print("written", flush=True)
-sys.stdin.readline()
-writer.commit()
-"""
+
+def _write(path: Path) -> None:
+    """Write 16 MiB of a pack, and wait for a line before it is committed."""
+    writer = FileStore(path).open_writer("packs/aa/" + 32 * "a" + ".data")
+    writer.write(bytes(16 << 20))
+    print("written", flush=True)
+    sys.stdin.readline()
+    writer.commit()
 
 
 @contextmanager
-def _writer(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written 16 MiB of a pack, and waits for a line before it commits it."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
-    try:
+def _writer(path: Path) -> Iterator[Forked]:
+    """A process in which `_write` has written."""
+    with Forked(_write, path, stdin=PIPE, stdout=PIPE) as process:
         assert process.stdout.readline() == "written\n"
         yield process
-    finally:
         process.kill()
-        process.communicate()
 
 
 def _killed(path: Path) -> None:
@@ -152,8 +147,7 @@ def test_the_command_line_says_what_was_left(handle: RepositoryHandle) -> None:
     _killed(path)
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-m", "cas_ckpt", "-C", str(path), *words]
-        return subprocess.run(command, cwd=ROOT, text=True, check=True, capture_output=True).stdout
+        return call("-C", path, *words).out
 
     assert "16.8 MB in 1 temporary files of killed commits, which cas-ckpt gc removes" in run("stats")
     assert json.loads(run("--json", "stats"))["temporary_bytes"] == 16 << 20

@@ -16,7 +16,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import decode_tensor
 from cas_ckpt.ops.history.find import parse_dtype, parse_shape
 from tests.builders import numbers
-from tests.cli.running import call, ok, run
+from tests.cli.running import call, ok
 
 LARGE = numbers(1024, 1024)
 """Four megabytes: more than one chunk."""
@@ -243,14 +243,14 @@ def test_the_command_line_finds_the_same(place: Path, repo: Repository) -> None:
     assert rows[0].split() == ["kind", "dtype", "shape", "size", "object", "commits", "first", "last", "key"]
     assert [row.split()[-1] for row in rows[1:]] == ["model/w"] * 2
     assert found[0].first[:12] in rows[1]
-    as_json = run("-C", place, "find", "--dtype", "bf16", "--shape", "700,*", "--json")
+    as_json = call("-C", place, "find", "--dtype", "bf16", "--shape", "700,*", "--json")
     assert [(one["key"], one["shape"], one["num_commits"]) for one in as_json.json] == [("lora", [700, 2], 1)]
     lines = ok("-C", place, "find", "--min-size", "1MB", "--commits", "--in", "main", "-n", "2").splitlines()
     assert [line.split()[0] for line in lines] == [commit.id[:12] for commit in repo.log("main", limit=2)]
-    nothing = run("-C", place, "find", "nothing/**")
+    nothing = call("-C", place, "find", "nothing/**")
     assert (nothing.code, nothing.out) == (0, "")
-    assert run("-C", place, "find", "--dtype", "f4").code == 15
-    assert run("-C", place, "find", "--shape", "a,b").code == 2
+    assert call("-C", place, "find", "--dtype", "f4").code == 15
+    assert call("-C", place, "find", "--shape", "a,b").code == 2
 
 
 def test_a_condition_that_is_empty_or_zero_is_one(place: Path) -> None:

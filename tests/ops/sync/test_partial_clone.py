@@ -6,8 +6,6 @@ import logging
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,7 @@ from cas_ckpt.storage import disk
 from cas_ckpt.storage.file import FileStore
 from tests.cli.running import ok
 from tests.effects import CrashNow, die_before, no_space_from
-from tests.processes import ROOT
+from tests.processes import Forked, run_program
 from tests.servers import S3Server
 from tests.wrapped_stores import FaultyStore
 
@@ -295,8 +293,8 @@ def test_a_process_that_is_killed_while_the_rest_comes_loses_nothing(tmp_path: P
         Index.add_packs = once
         Repository.open({str(tmp_path / "here")!r}).load("main")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], cwd=ROOT, check=False)
-    assert done.returncode == -signal.SIGKILL
+    with Forked(run_program, textwrap.dedent(text)) as process:
+        assert process.wait(60) == -signal.SIGKILL
     with Repository.open(tmp_path / "here") as here:
         assert here.fsck(read_data=True).ok
         for number in range(4):

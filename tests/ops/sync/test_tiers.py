@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ from cas_ckpt.storage.url import open_store
 from tests.builders import commit, weights
 from tests.cli.running import call, ok
 from tests.effects import Fault, FaultPlan
-from tests.processes import ROOT
+from tests.processes import Forked, run_program
 from tests.wrapped_stores import FaultyStore
 
 
@@ -260,10 +258,8 @@ CHILD = """
 def test_what_a_process_that_died_left_is_pushed_by_the_next(tmp_path: Path) -> None:
     here, there = opened(tmp_path)
     here.close()
-    child = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "here")], cwd=ROOT, timeout=60, check=False
-    )
-    assert child.returncode == 9
+    with Forked(run_program, textwrap.dedent(CHILD), str(tmp_path / "here")) as child:
+        assert child.wait(60) == 9
     with Repository.open(tmp_path / "here") as again:
         assert len(again.log()) == 4
         again.push_pending("origin")
