@@ -226,21 +226,16 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def available_bytes(proc: Path | None = None) -> int:
-    """Host memory that can be filled without others losing theirs; all there is where the system does not say.
-
-    Args:
-        proc: In place of `PROC`.
-    """
-    proc = PROC if proc is None else proc
-    left = _of_machine(proc)
-    for folder in _groups(proc):
+def available_bytes() -> int:
+    """Host memory that can be filled without others losing theirs; all there is where the system does not say."""
+    left = _of_machine()
+    for folder in _groups():
         left = min(left, _of_group(folder, left))
     return left
 
 
-def _of_machine(proc: Path) -> int:
-    for line in _lines(proc / "meminfo"):
+def _of_machine() -> int:
+    for line in _lines(PROC / "meminfo"):
         name, _, value = line.partition(":")
         number = value.split()[:1]
         if name == "MemAvailable" and number and number[0].isdecimal():
@@ -261,17 +256,17 @@ def _of_group(folder: Path, most: int) -> int:
     return max(0, left + sum(total or cached.values()))
 
 
-def _groups(proc: Path) -> Iterator[Path]:
+def _groups() -> Iterator[Path]:
     """The folders of the control groups of memory that this process is in, each with all above it."""
     own = {}
-    for line in _lines(proc / "self" / "cgroup"):
+    for line in _lines(PROC / "self" / "cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
             own["cgroup"] = path
         elif number == "0" and not controllers:
             own["cgroup2"] = path
-    for line in _lines(proc / "self" / "mountinfo"):
+    for line in _lines(PROC / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
         kind, options, fields = after.split()[:1], after.split()[2:3], before.split()
         of_memory = kind == ["cgroup2"] or (kind == ["cgroup"] and "memory" in ",".join(options).split(","))

@@ -45,7 +45,9 @@ class Machine:
             (place / name.replace("_", ".", 1)).write_text(f"{text}\n")
 
     def left(self) -> int:
-        return available_bytes(self.proc)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "PROC", self.proc)
+            return available_bytes()
 
 
 V2 = "31 24 0:27 / {folder}/cg rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

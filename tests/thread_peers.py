@@ -217,16 +217,15 @@ class ThreadPeers:
         """See `Peers.gather_all`."""
         return self._world.meet(self.rank, "gather_all", bytes(message))
 
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+    def gather(self, message: Buffer) -> list[bytes] | None:
         """See `Peers.gather`."""
-        blame.check_root(root, self.size)
-        found = self._world.meet(self.rank, f"gather(root={root})", bytes(message))
-        return found if self.rank == root else None
+        found = self._world.meet(self.rank, "gather", bytes(message))
+        return None if self.rank else found
 
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+    def broadcast(self, message: Buffer | None) -> bytes:
         """See `Peers.broadcast`."""
-        own = bytes(blame.check_broadcast(self.rank, root, self.size, message))
-        found: bytes = self._world.meet(self.rank, f"broadcast(root={root})", own)[root]
+        own = bytes(blame.check_broadcast(self.rank, message))
+        found: bytes = self._world.meet(self.rank, "broadcast", own)[0]
         return found
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:

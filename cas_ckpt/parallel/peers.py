@@ -73,12 +73,12 @@ class Peers(Protocol):
         """The message of every rank, by rank."""
         ...
 
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
-        """The message of every rank on rank `root`, None on the others."""
+    def gather(self, message: Buffer) -> list[bytes] | None:
+        """The message of every rank on rank 0, None on the others."""
         ...
 
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
-        """The message of rank `root`; the others pass None."""
+    def broadcast(self, message: Buffer | None) -> bytes:
+        """The message of rank 0; the others pass None."""
         ...
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
@@ -116,16 +116,13 @@ class SoloPeers:
         """See `Peers.gather_all`."""
         return [bytes(message)]
 
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+    def gather(self, message: Buffer) -> list[bytes] | None:
         """See `Peers.gather`."""
-        check_root(root, self.size)
         return [bytes(message)]
 
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+    def broadcast(self, message: Buffer | None) -> bytes:
         """See `Peers.broadcast`."""
-        if root != 0 or message is None:
-            message = check_broadcast(self.rank, root, self.size, message)  # says what is wrong
-        return bytes(message)
+        return bytes(check_broadcast(self.rank, message))
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
         """See `Peers.exchange`."""
@@ -362,19 +359,12 @@ def _other_calls(calls: Iterable[str]) -> str:
     return f"the ranks do not make the same call ({said}): all ranks must commit and check out in the same order"
 
 
-def check_root(root: int, size: int) -> None:
-    """Refuse a root that is not a rank."""
-    if not 0 <= root < size:
-        raise InvalidInputError(f"root must be a rank from 0 to {size - 1}, got {root}")
-
-
-def check_broadcast(rank: int, root: int, size: int, message: Buffer | None) -> Buffer:
-    """The argument of this rank to a broadcast: its message if it is the root, which must have one."""
-    check_root(root, size)
-    if rank != root:
+def check_broadcast(rank: int, message: Buffer | None) -> Buffer:
+    """The argument of this rank to a broadcast: the message of rank 0, which must have one."""
+    if rank:
         return b""
     if message is None:
-        raise InvalidInputError(f"rank {root} is the root of this broadcast and must give a message, got None")
+        raise InvalidInputError("rank 0 gives the message of a broadcast, got None")
     return message
 
 

@@ -3,7 +3,7 @@
 How a collective goes:
 
 1. Every rank sends every other one a header of fixed size: which call this is, the how many-th, the
-   root, and the length of the message that will follow for that very rank.
+   and the length of the message that will follow for that very rank.
 2. All have the same headers now (lengths apart) and so come to the same end: if a rank came with
    `fail`, its text follows instead of all messages and everybody raises it; if the calls differ,
    everybody raises that. Both leave the group in step, so it stays usable.
@@ -68,12 +68,10 @@ class Call:
     """A collective call; all ranks must make the same one."""
 
     op: Op
-    root: int
     number: int
 
     def __str__(self) -> str:
-        root = f"root={self.root}" if self.op in (Op.GATHER, Op.BROADCAST) else ""
-        return f"{self.op.name.lower()}({root}), call {self.number} of this group"
+        return f"{self.op.name.lower()}, call {self.number} of this group"
 
 
 @dataclass(slots=True)
@@ -83,8 +81,8 @@ class _Taken:
     is_over: bool = False
 
 
-_HEADER = struct.Struct("<4q")
-"""As it is sent: operation, root, number of the call, bytes of the message."""
+_HEADER = struct.Struct("<3q")
+"""As it is sent: operation, number of the call, bytes of the message."""
 
 
 class GroupPeers:
@@ -180,15 +178,14 @@ class GroupPeers:
         found = self._collect(Op.GATHER_ALL, dict.fromkeys(self._others(), message))
         return self._by_rank(found, message)
 
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
-        blame.check_root(root, self.size)
-        found = self._collect(Op.GATHER, {} if self.rank == root else {root: message}, root=root)
-        return self._by_rank(found, message) if self.rank == root else None
+    def gather(self, message: Buffer) -> list[bytes] | None:
+        found = self._collect(Op.GATHER, {0: message} if self.rank else {})
+        return None if self.rank else self._by_rank(found, message)
 
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
-        own = blame.check_broadcast(self.rank, root, self.size, message)
-        found = self._collect(Op.BROADCAST, dict.fromkeys(self._others(), own), root=root)
-        return bytes(found.get(root, own))
+    def broadcast(self, message: Buffer | None) -> bytes:
+        own = blame.check_broadcast(self.rank, message)
+        found = self._collect(Op.BROADCAST, dict.fromkeys(self._others(), own))
+        return bytes(found.get(0, own))
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
         blame.check_exchange(messages, self.size)
@@ -229,10 +226,10 @@ class GroupPeers:
     def _by_rank(self, found: Mapping[int, Buffer], own: Buffer) -> list[bytes]:
         return [bytes(own if peer == self.rank else found[peer]) for peer in range(self.size)]
 
-    def _collect(self, op: Op, outgoing: Mapping[int, Buffer], *, root: int = 0) -> dict[int, Buffer]:
+    def _collect(self, op: Op, outgoing: Mapping[int, Buffer]) -> dict[int, Buffer]:
         """Make one call together; what the others sent, by rank."""
         lengths = {peer: memoryview(message).nbytes for peer, message in outgoing.items()}
-        call, taken = Call(op, root, self._num_calls), _Taken()
+        call, taken = Call(op, self._num_calls), _Taken()
         try:
             if not self._take(taken):
                 raise blame.overlapping(self.rank, str(call))
@@ -267,20 +264,20 @@ class GroupPeers:
     def _report(self, text: bytes) -> None:
         """Take part in the others' next call, as the one that fails; hear the texts of others that fail too."""
         deadline_s = clock.monotonic_s() + self._timeout_s
-        call = Call(Op.FAIL, 0, self._num_calls)
+        call = Call(Op.FAIL, self._num_calls)
         headers = self._swap_headers(call, dict.fromkeys(self._others(), len(text)), deadline_s)
         failing = {peer: headers[peer][1] for peer in self._others() if headers[peer][0].op is Op.FAIL}
         self._connections.swap(dict.fromkeys(self._others(), text), failing, deadline_s=deadline_s)
 
     def _swap_headers(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, tuple[Call, int]]:
-        fixed = (call.op.value, call.root, call.number)
+        fixed = (call.op.value, call.number)
         own = {peer: _HEADER.pack(*fixed, lengths.get(peer, 0)) for peer in self._others()}
         found = self._connections.swap(own, dict.fromkeys(own, _HEADER.size), deadline_s=deadline_s)
         self._num_calls += 1
         headers = {self.rank: (call, 0)}
         for peer, data in found.items():
-            op, root, number, num_bytes = _HEADER.unpack(data)
-            headers[peer] = Call(Op(op), root, number), num_bytes
+            op, number, num_bytes = _HEADER.unpack(data)
+            headers[peer] = Call(Op(op), number), num_bytes
         return headers
 
     # ------------------------------------------------------------ when they do not

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgpack
@@ -39,6 +40,7 @@ from cas_ckpt.objects.state import (
     Path,
     StoredTensor,
     TensorCopy,
+    TensorItem,
     parse_key,
     render_key,
     walk,
@@ -63,8 +65,11 @@ from cas_ckpt.parallel.workers import default_threads, thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.restore.draft import warn_of_overlaps
+from cas_ckpt.training.capture.sharded import ShardElements
+from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS, ArrayView, HostTensor, overlaps_itself
+from cas_ckpt.training.restore.draft import SHOWN, overlaps_self
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
+from cas_ckpt.training.restore.memory import Memory, memory_of_array, memory_of_tensor, overlapping
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.scatter import partly_written
@@ -122,7 +127,7 @@ def captured(state: Mapping[str, Any], request: CommitRequest, peers: Peers) -> 
         request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
     with python_gc_paused():
         tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
-        warn_of_overlaps(tree)
+        _warn_of_overlaps(tree)
     numbers = numbers_of(peers) if hasattr(peers, "members") else None
     if numbers is not None:
         tree = with_tensors(tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path)))
@@ -404,3 +409,62 @@ def _placement(placement: Placement | None, numbers: Mapping[int, int], path: Pa
             f"{render_key(path)}: rank {error} has a part of it and is not in the group: open the repository with a "
             "group of all ranks that the mesh has"
         ) from error
+
+
+# --- what a checkout into the same state will refuse ------------------------------------------
+# A state may hold `b`, `b[:4]` and `b[2:6]`: a commit stores each by itself, but to fill one is to overwrite another.
+
+
+def _warn_of_overlaps(tree: Container) -> None:
+    """Log a warning, once in a process for the same keys, of tensors in a captured `tree` that overlap in memory."""
+    found = list(_storages(tree))
+    addresses = [address for address, _, _ in found]
+    if len(set(addresses)) == len(found):
+        return
+    counts = Counter(addresses)
+    # One of each that is tied: those are one tensor.
+    shared = {item.identity and item.identity[0]: (source, item) for at, source, item in found if counts[at] > 1}
+    placed = [(memory, item) for source, item in shared.values() for memory in _memory(source)]
+    marked = set()
+    for pair in overlapping([memory for memory, _ in placed]):
+        (memory, item), (other_memory, other) = (placed[at] for at in pair)
+        if item.spec != other.spec or not memory.is_same(other_memory):
+            marked |= {id(item), id(other)}
+    if marked:
+        _warn(tuple(sorted(render_key(path) for path, item in walk(tree) if id(item) in marked)))
+
+
+def _storages(tree: Container) -> Iterator[tuple[int, Any, TensorItem]]:
+    """The address of the storage of each tensor and array, and what is read of it; several of a divided tensor."""
+    for item in tree.children.values():
+        if type(item) is Container:
+            if item.kind not in SPARSE_LAYOUTS and item.kind != "quantized":  # those get new memory
+                yield from _storages(item)
+        elif type(item) is TensorItem and item.identity is not None:
+            source: Any = item.source
+            if type(source) is HostTensor:
+                yield item.identity[0][1], source, item
+            elif isinstance(source, ArrayView):
+                owner = source.bits if source.bits.base is None else source.bits.base
+                yield id(owner), source, item
+            else:
+                for part in source.locals if isinstance(source, ShardElements) else (source,):
+                    yield part.tensor.untyped_storage().data_ptr(), part, item
+
+
+def _memory(source: Any) -> tuple[Memory, ...]:
+    """Where it is, unless it overlaps itself: then a checkout does not fill it."""
+    if isinstance(source, ArrayView):
+        bits = source.bits
+        return () if overlaps_itself(bits.shape, bits.strides, bits.itemsize) else memory_of_array(bits)
+    return () if overlaps_self(source.tensor) else memory_of_tensor(source.tensor)
+
+
+@lru_cache(maxsize=64)
+def _warn(keys: tuple[str, ...]) -> None:
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    _LOGGER.warning(
+        "%s overlap in memory without being one tensor: each is committed, but a checkout into this state will refuse "
+        "them, since one would overwrite the other: clone() one, or leave one out",
+        ", ".join(keys[:SHOWN]) + more,
+    )

@@ -100,6 +100,10 @@ class PackWriter:
 
     Args:
         stream: Key -> where its bytes go: a store's `open_writer`, or `OnePut` for small packs.
+
+    Attributes:
+        entries: Those so far, in the order in which they are stored.
+        size_bytes: Bytes so far.
     """
 
     def __init__(self, stream: Callable[[str], _Stream], kind: PackKind) -> None:
@@ -107,7 +111,7 @@ class PackWriter:
         self._kind = kind
         self.key = pack_key(self._name, kind)
         self._stream = stream(self.key)
-        self._entries: list[ExtentInfo] = []
+        self.entries: list[ExtentInfo] = []
         header = pack.encode_header(self._name, kind)
         try:
             self._stream.write(header)
@@ -115,11 +119,6 @@ class PackWriter:
             self.abort()  # nobody has this writer yet
             raise
         self.size_bytes = len(header)
-
-    @property
-    def num_entries(self) -> int:
-        """Entries so far."""
-        return len(self._entries)
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
         """Append an extent of a chunk."""
@@ -152,7 +151,7 @@ class PackWriter:
         self._stream.write(pack.encode_entry_header(info, digests))
         self._stream.write(payload)
         self.size_bytes += info.header_bytes + info.stored_bytes
-        self._entries.append(info)
+        self.entries.append(info)
 
     def finish(self, hints: bytes = b"") -> WrittenPack:
         """The pack, durable: hints, directory and trailer are written, the store has committed.
@@ -160,7 +159,7 @@ class PackWriter:
         Leaves nothing behind when it raises.
         """
         self.size_bytes += len(hints)
-        directory = pack.encode_directory(self._entries)
+        directory = pack.encode_directory(self.entries)
         trailer = pack.encode_trailer(self._name, self._kind, directory, directory_offset=self.size_bytes)
         try:
             if hints:
@@ -172,7 +171,7 @@ class PackWriter:
         except BaseException:
             self.abort()
             raise
-        return WrittenPack(self.key, self._kind, self.size_bytes, tuple(self._entries))
+        return WrittenPack(self.key, self._kind, self.size_bytes, tuple(self.entries))
 
     def abort(self) -> None:
         """Leave nothing behind; may be called at any time, more than once."""
@@ -232,7 +231,7 @@ class ChunkSink:
                 writer.add_chunk(chunk)
             if self._error is not None:
                 raise self._error
-            full = writer.size_bytes >= self._pack_bytes or writer.num_entries >= pack.FULL_ENTRIES
+            full = writer.size_bytes >= self._pack_bytes or len(writer.entries) >= pack.FULL_ENTRIES
             if full:
                 self._end(writer)
         except BaseException as error:

@@ -31,7 +31,7 @@ from cas_ckpt.memory import aligned
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.spec import Grid, Spec, as_raw
-from cas_ckpt.objects.state import ArraySource, CellsToName, LeafHasher, is_of_one_moment, is_private
+from cas_ckpt.objects.state import ArraySource, CellsToName, LeafHasher, is_of_one_moment, is_private, saved
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Array
@@ -168,7 +168,7 @@ def save_tensors(
     expect_new: bool,
     progress: Progress,
     buffers: Buffers,
-    on_saved: Callable[[TensorWork], object] | None = None,
+    read_later: Callable[[TensorWork], bool],
 ) -> None:
     """Fill `chunks` of every work; whatever is not stored yet has been written to `sink`.
 
@@ -176,13 +176,14 @@ def save_tensors(
         works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
         buffers: For copies.
-        on_saved: Called with every work once, by some thread, when none of its cells is read any more.
+        read_later: Whether a work is read after this, too; the sources of all others are told that they are saved as
+            soon as none of their cells is read any more.
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
-    left = None if on_saved is None else _Left(on_saved)
+    left = _Left(read_later)
     make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new, left)
-    batches = _batches(works if left is None else left.counted(works))
+    batches = _batches(left.counted(works))
     if num_threads > 1:
         run_all(batches, make_worker, num_threads=num_threads)
         return
@@ -192,22 +193,23 @@ def save_tensors(
 
 
 class _Left:
-    """Counts, for all threads, the cells of every work that have still to be saved."""
+    """Counts, for all threads, the cells that have still to be saved of sources that are told when none is left."""
 
-    def __init__(self, on_saved: Callable[[TensorWork], object]) -> None:
-        self._on_saved = on_saved
+    def __init__(self, read_later: Callable[[TensorWork], bool]) -> None:
+        self._read_later = read_later
         self._cells: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def counted(self, works: Iterable[TensorWork]) -> Iterator[TensorWork]:
         """`works`, each counted as it is taken."""
         for work in works:
-            number = work.grid.num_cells if work.cells is None else len(work.cells)
-            if number:
-                with self._lock:
-                    self._cells[id(work)] = number
-            else:
-                self._on_saved(work)
+            if hasattr(work.source, "saved") and not self._read_later(work):
+                number = work.grid.num_cells if work.cells is None else len(work.cells)
+                if number:
+                    with self._lock:
+                        self._cells[id(work)] = number
+                else:
+                    saved(work.source)
             yield work
 
     def done(self, batch: list[Unit]) -> None:
@@ -215,11 +217,13 @@ class _Left:
         finished = []
         with self._lock:
             for work, _ in batch:
-                self._cells[id(work)] -= 1
-                if not self._cells[id(work)]:
+                number = self._cells.get(id(work), 0)
+                if number:
+                    self._cells[id(work)] = number - 1
+                if number == 1:
                     finished.append(work)
         for work in finished:
-            self._on_saved(work)
+            saved(work.source)
 
 
 def _batches(works: Iterable[TensorWork]) -> Iterator[list[Unit]]:
@@ -254,7 +258,7 @@ class _BatchSaver:
 
     def __init__(
         self, sink: ChunkSink, claims: Claims, buffers: Buffers, policy: codec.EncodingPolicy,
-        progress: Progress, expect_new: bool, left: _Left | None,
+        progress: Progress, expect_new: bool, left: _Left,
     ) -> None:  # fmt: skip
         self._left = left
         self._sink = sink
@@ -283,8 +287,7 @@ class _BatchSaver:
             num_new += self._copy_and_write(run)
         if not is_new:
             self._expect_new = num_new * 2 > len(batch)
-        if self._left is not None:
-            self._left.done(batch)
+        self._left.done(batch)
         self._progress.advance(sum(work.cell_bytes(number) for work, number in batch))
 
     def _hash_in_place(self, batch: list[Unit]) -> list[_Cell]:
@@ -309,10 +312,8 @@ class _BatchSaver:
 
         What does not change any more needs no copy, nor to be hashed again.
         """
-        room = 0
-        for cell in run:
-            room += cell.work.room
-        space = _Space(self._buffers, room)
+        buffer: Array | None = None  # taken when the first of them needs it
+        used = 0
         try:
             ids, copies = [], []
             for cell in run:
@@ -323,7 +324,10 @@ class _BatchSaver:
                     data = array.reshape(-1).view(np.uint8).data
                     leaves = cell.leaves or native.leaf_digests(data, work.grid.leaf_bytes)
                 else:
-                    data = space.take(work.room)[: array.nbytes].data
+                    if buffer is None:
+                        buffer = self._buffers.take(sum(each.work.room for each in run))
+                    data = buffer[used : used + array.nbytes].data
+                    used += work.room
                     leaves = native.leaf_digests(array, work.grid.leaf_bytes, data)
                 digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
                 ids.append(digest)
@@ -338,31 +342,9 @@ class _BatchSaver:
                     )
             self._sink.put(*chunks)
         finally:
-            space.release()
+            if buffer is not None:
+                self._buffers.give(buffer)
         return len(chunks)
-
-
-class _Space:
-    """Room for cells in one buffer, which is taken when the first of them needs it."""
-
-    def __init__(self, buffers: Buffers, num_bytes: int) -> None:
-        self._buffers = buffers
-        self._num_bytes = num_bytes
-        self._buffer: Array | None = None
-        self._at = 0
-
-    def take(self, num_bytes: int) -> Array:
-        """The next `num_bytes` of the buffer, and what is behind them."""
-        if self._buffer is None:
-            self._buffer = self._buffers.take(self._num_bytes)
-        start, self._at = self._at, self._at + num_bytes
-        return self._buffer[start:]
-
-    def release(self) -> None:
-        """Give the buffer back, if there is one."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._buffers.give(buffer)
 
 
 # --- cells that are named where they are ------------------------------------------------------
@@ -386,7 +368,8 @@ def named_in_place(
     waiting: list[tuple[LeafHasher, TensorWork]] = []
     num_bytes = 0
     for work in works:
-        hasher = _hasher_of(work)
+        offer = getattr(work.source, "leaf_hasher", None)
+        hasher: LeafHasher | None = None if offer is None else offer()
         if hasher is None or (expect_new and not hasher.has_hashed):
             yield work
             continue
@@ -396,12 +379,6 @@ def named_in_place(
             yield from _named(waiting, claims, progress)
             waiting, num_bytes = [], 0
     yield from _named(waiting, claims, progress)
-
-
-def _hasher_of(work: TensorWork) -> LeafHasher | None:
-    offer = getattr(work.source, "leaf_hasher", None)
-    hasher: LeafHasher | None = None if offer is None else offer()
-    return hasher
 
 
 def _named(

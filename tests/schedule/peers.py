@@ -53,12 +53,12 @@ class ScheduledPeers:
     def gather_all(self, message: Buffer) -> list[bytes]:
         return self._meet("gather_all", bytes(message))
 
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+    def gather(self, message: Buffer) -> list[bytes] | None:
         found = self._meet("gather", bytes(message))
-        return found if self.rank == root else None
+        return None if self.rank else found
 
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
-        found: bytes = self._meet("broadcast", b"" if message is None else bytes(message))[root]
+    def broadcast(self, message: Buffer | None) -> bytes:
+        found: bytes = self._meet("broadcast", b"" if message is None else bytes(message))[0]
         return found
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:

@@ -40,18 +40,14 @@ def gather_all_takes_messages_of_unequal_length(peers: Peers) -> None:
     assert peers.gather_all(expected[peers.rank]) == expected
 
 
-def gather_gives_the_messages_to_the_root_alone(peers: Peers) -> None:
-    for root in range(peers.size):
-        expected = [content(100_000 * (rank + root), rank) for rank in range(peers.size)]
-        assert peers.gather(expected[peers.rank], root=root) == (expected if peers.rank == root else None)
+def gather_gives_the_messages_to_rank_0_alone(peers: Peers) -> None:
+    expected = [content(100_000 * rank, rank) for rank in range(peers.size)]
+    assert peers.gather(expected[peers.rank]) == (None if peers.rank else expected)
 
 
-def broadcast_gives_the_message_of_the_root_to_all(peers: Peers) -> None:
-    for root in range(peers.size):
-        for length in LENGTHS:
-            assert peers.broadcast(content(length, root) if peers.rank == root else None, root=root) == content(
-                length, root
-            )
+def broadcast_gives_the_message_of_rank_0_to_all(peers: Peers) -> None:
+    for length in LENGTHS:
+        assert peers.broadcast(None if peers.rank else content(length)) == content(length)
 
 
 def exchange_delivers_one_message_from_each_to_each(peers: Peers) -> None:
@@ -98,12 +94,9 @@ def a_sender_may_reuse_its_memory_at_once(peers: Peers) -> None:
 
 
 def calls_that_make_no_sense_are_refused(peers: Peers) -> None:
-    with pytest.raises(InvalidInputError, match=f"root must be a rank from 0 to {peers.size - 1}, got {peers.size}"):
-        peers.gather(b"", root=peers.size)
-    with pytest.raises(InvalidInputError, match="root must be a rank"):
-        peers.broadcast(b"", root=-1)
-    with pytest.raises(InvalidInputError, match=r"root of this broadcast and must give a message"):
-        peers.broadcast(None, root=peers.rank)
+    if peers.rank == 0:
+        with pytest.raises(InvalidInputError, match="rank 0 gives the message of a broadcast"):
+            peers.broadcast(None)
     with pytest.raises(InvalidInputError, match=f"one message for each of {peers.size} ranks, got 0"):
         peers.exchange([])
     with pytest.raises(TypeError):
@@ -156,8 +149,8 @@ def a_very_long_error_is_told_in_part(peers: Peers) -> None:
 
 def ranks_that_make_other_calls_raise_on_all(peers: Peers) -> None:
     is_wrong = peers.rank == peers.size - 1
-    with pytest.raises(PeerError, match=r"do not make the same call .*broadcast\(root=1\)") as caught:
-        peers.broadcast(b"", root=1 if is_wrong else 0)
+    with pytest.raises(PeerError, match=r"do not make the same call .*broadcast") as caught:
+        peers.gather(b"") if is_wrong else peers.broadcast(b"")
     assert peers.size == 2 or caught.value.ranks == (peers.size - 1,)
     with pytest.raises(PeerError, match="do not make the same call"):
         peers.gather_all(b"of some length") if is_wrong else peers.exchange([b"x"] * peers.size)
@@ -167,8 +160,8 @@ def ranks_that_make_other_calls_raise_on_all(peers: Peers) -> None:
 CHECKS: tuple[Check, ...] = (
     gather_all_gives_the_message_of_every_rank,
     gather_all_takes_messages_of_unequal_length,
-    gather_gives_the_messages_to_the_root_alone,
-    broadcast_gives_the_message_of_the_root_to_all,
+    gather_gives_the_messages_to_rank_0_alone,
+    broadcast_gives_the_message_of_rank_0_to_all,
     exchange_delivers_one_message_from_each_to_each,
     exchange_takes_messages_of_unequal_length_and_none,
     exchange_takes_every_kind_of_buffer,

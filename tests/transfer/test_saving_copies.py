@@ -54,7 +54,7 @@ def saved(source: ArrayMemory, *, expect_new: bool) -> tuple[Kept, TensorWork]:
     work, sink = TensorWork(spec, grid_for(spec), source), Kept()
     save_tensors(
         [work], sink, claims=Claims(lambda ids: [False] * len(ids)), policy="raw", num_threads=1,
-        buffers=Buffers(), expect_new=expect_new, progress=SILENT,
+        buffers=Buffers(), expect_new=expect_new, progress=SILENT, read_later=lambda _: False,
     )  # fmt: skip
     return sink, work
 

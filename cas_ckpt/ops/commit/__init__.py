@@ -2,8 +2,8 @@
 
     1. commit.py is the frame, the same for one process and for many ranks. It checks the request and, on rank 0,
        settles where the commit goes and what it names (request.py; of that, what users choose: options.py)
-    2. one process saves what it has: the state is drafted (draft.py), every cell is hashed, and what is new is
-       streamed into data packs (save.py)
+    2. one process saves what it has: the state is drafted, every cell is hashed, and what is new is streamed into data
+       packs (save.py)
     3. several ranks save what they have together (ranks.py): they agree on one state (agree.py) that is merged from
        what each of them describes (merge_states.py), compare replicas, and save whole cells and those
        that straddle ranks (straddling_cells.py)

@@ -1,13 +1,14 @@
 """commit: a state becomes a commit on a branch, made by one process or by several ranks together.
 
     1. check the request; rank 0 settles where the commit goes and what it names        (request.py)
-    2. save: hash every cell, stream what is new into data packs       (save.py; several ranks: ranks.py)
+    2. save: hash every cell, stream what is new into data packs            (save.py; several ranks: ranks.py)
     3. rank 0: nodes, layout and commit; meta pack with the commit, then the swap of the ref  (core/publish.py)
     4. rank 0 adds the packs to the index; all ranks get the commit, or raise what rank 0 decided
 Dying anywhere leaves the branch as it was; packs that no commit names are found again by the
 next commit (deduplicated) or collected later.
 
-A process that commits alone (`SOLO`) saves and publishes without describing or telling anything.
+A process that commits alone (`SOLO`) saves and publishes without describing, comparing or telling anything: for a state
+of many small tensors that would take half as long again (docs/decisions/006-ranks.md).
 
 Invariant: a rank that fails makes all ranks raise; the branch moves on rank 0 alone, after every rank's packs are
 durable. Knows nothing of torch.
@@ -15,6 +16,8 @@ durable. Knows nothing of torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -25,10 +28,11 @@ from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Pub
 from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, PeerError
-from cas_ckpt.memory import python_gc_paused
+from cas_ckpt.memory import current_limits, python_gc_paused
 from cas_ckpt.objects.digest import short
-from cas_ckpt.objects.layouts import layout_node
+from cas_ckpt.objects.layouts import LayoutObject, layout_node
 from cas_ckpt.objects.nodes import CommitObject
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.commit.agree import (
     Made,
@@ -39,7 +43,7 @@ from cas_ckpt.ops.commit.agree import (
     refusal_message,
     simple_message,
 )
-from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.ranks import save_on_ranks
 from cas_ckpt.ops.commit.request import (
     Ancestry,
@@ -50,13 +54,19 @@ from cas_ckpt.ops.commit.request import (
     settle_destination,
     with_declared_head,
 )
-from cas_ckpt.ops.commit.save import Saved, check_room, measure, save_alone
+from cas_ckpt.ops.commit.save import Draft, RegionSums, Saved, StateSize, check_room, measure, room_for, save_chunks
 from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors, report_instead
+from cas_ckpt.parallel.workers import thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import sign
+from cas_ckpt.transfer.save import TensorWork
+from cas_ckpt.transfer.save_memory import SaveMemory
 
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""
+
+BYTES_PER_THREAD = 96 * 1024 * 1024
+"""Bytes of the state that give one thread more to hash them: fewer, and the threads wait for the interpreter's lock."""
 
 
 def commit_tree(
@@ -139,6 +149,42 @@ def _commit(
             memory.remember(saved.hashed, saved.draft)
         return made
     raise ConflictError(f"garbage collections began {MAX_GENERATIONS} times while this commit was made: try again")
+
+
+def save_alone(
+    handle: RepositoryHandle, state: Container, request: CommitRequest, session: Session, *,
+    memory: FrozenMemory | None, size: StateSize, progress: Progress,
+) -> Saved:  # fmt: skip
+    """Save a state of which this process has everything.
+
+    Args:
+        memory: What this process declared frozen before; needed if `request` declares something frozen.
+        size: What `measure` says of the state.
+    Raises:
+        InvalidInputError, UnsupportedValueError: something cannot be committed; names its key.
+        FrozenChangedError: a frozen tensor is not what it was. StorageError: the medium refused.
+    """
+    generation = handle.begin_writing()
+    draft = Draft(state, allow_pickle=request.allow_pickle)
+    works: Iterable[TensorWork] = draft.works()
+    frozen: Frozen | None = None
+    if memory is not None and (request.frozen is not None or request.frozen_keys):
+        works = list(works)
+        frozen = memory.prepare(
+            draft, request, KeyPatterns(request.frozen, request.frozen_keys), known=handle.known,
+            regions=lambda work: (work.spec.box,), checksums=RegionSums(thread_count()).of,
+        )  # fmt: skip
+    room = SaveMemory(num_threads=1, num_writers=1)  # the least that there is, whatever the budget
+    paused: AbstractContextManager[object] = python_gc_paused()
+    if current_limits().num_threads or size.num_bytes >= 2 * BYTES_PER_THREAD:
+        # A large state takes seconds, in which other threads of the process may need Python's collector.
+        room = room_for(handle, size, num_threads=thread_count(most=size.num_bytes // BYTES_PER_THREAD))
+        paused = nullcontext()
+    with paused:
+        packs = save_chunks(handle, works, session, num_bytes=size.num_bytes, room=room, progress=progress)
+    hashed = {} if memory is None or frozen is None else memory.check(frozen)
+    layout = LayoutObject(aliases=draft.aliases(), orders=draft.orders, versions=draft.versions)
+    return Saved(draft, generation, packs, layout, hashed=hashed)
 
 
 def _publish(

@@ -19,8 +19,8 @@ from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Flavor, TensorItem
-from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.commit.save import Draft, DraftTensor
 from cas_ckpt.transfer.save import TensorWork
 
 Regions: TypeAlias = Callable[[TensorWork], tuple[Box, ...]]

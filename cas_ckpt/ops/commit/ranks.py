@@ -44,10 +44,18 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, as_raw
 from cas_ckpt.objects.state import RANKS, ArraySource, Container, Flavor, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
-from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
-from cas_ckpt.ops.commit.save import RegionSums, Saved, StateSize, held_bytes_of, room_for, save_chunks
+from cas_ckpt.ops.commit.save import (
+    Draft,
+    DraftTensor,
+    RegionSums,
+    Saved,
+    StateSize,
+    held_bytes_of,
+    room_for,
+    save_chunks,
+)
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.parallel.peers import Peers, named
 from cas_ckpt.parallel.workers import default_threads, thread_count

@@ -15,9 +15,9 @@ from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.nodes import decode_tree
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec, grid_for
 from cas_ckpt.objects.state import Container, TensorItem, render_key
-from cas_ckpt.ops.commit.draft import Draft
 from cas_ckpt.ops.commit.merge_states import describe, merge_states
 from cas_ckpt.ops.commit.ranks import Divergence, PerRankValues, compare_replicas
+from cas_ckpt.ops.commit.save import Draft
 from cas_ckpt.parallel.peers import Peers
 from tests.builders import ArrayMemory, numbers
 from tests.builders import state as state_alone

@@ -61,8 +61,8 @@ def die_after_gather(descriptor: int, parent: int) -> None:
     """SIGKILL once rank 0 has gathered for the first time: the small tensors that are divided over ranks."""
     gather = child.RemotePeers.gather
 
-    def gather_and_die(peers: child.RemotePeers, message: Buffer, *, root: int = 0) -> list[bytes] | None:
-        gather(peers, message, root=root)
+    def gather_and_die(peers: child.RemotePeers, message: Buffer) -> list[bytes] | None:
+        gather(peers, message)
         return _die()  # type: ignore[no-any-return]
 
     child.RemotePeers.gather = gather_and_die  # type: ignore[method-assign]

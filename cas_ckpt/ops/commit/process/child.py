@@ -92,22 +92,22 @@ class RemotePeers:
     def begin(self) -> None:
         """The trainer's process has begun the common work."""
 
-    def _ask(self, method: str, message: Any, **named: Any) -> Any:
-        return self._served.ask(PEERS, method, message, named)
+    def _ask(self, method: str, message: Any) -> Any:
+        return self._served.ask(PEERS, method, message)
 
     def gather_all(self, message: Buffer) -> list[bytes]:
         """See `Peers.gather_all`."""
         found: list[bytes] = self._ask("gather_all", bytes(message))
         return found
 
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+    def gather(self, message: Buffer) -> list[bytes] | None:
         """See `Peers.gather`."""
-        found: list[bytes] | None = self._ask("gather", bytes(message), root=root)
+        found: list[bytes] | None = self._ask("gather", bytes(message))
         return found
 
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+    def broadcast(self, message: Buffer | None) -> bytes:
         """See `Peers.broadcast`."""
-        found: bytes = self._ask("broadcast", None if message is None else bytes(message), root=root)
+        found: bytes = self._ask("broadcast", None if message is None else bytes(message))
         return found
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:

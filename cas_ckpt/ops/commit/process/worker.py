@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -404,7 +404,7 @@ class _Asked:
         np.copyto(memory.view(array.dtype).reshape(array.shape), array)
         return name
 
-    def _collective(self, method: str, message: Any, named: Mapping[str, Any]) -> Any:
+    def _collective(self, method: str, message: Any) -> Any:
         if method == "fail":
             self._has_gathered, self._last_message = False, None
             report_instead(self._peers, unpacked_error(message))
@@ -413,7 +413,7 @@ class _Asked:
             raise InternalError(f"a worker process asks for the collective {method!r}, which nobody knows here")
         had_given, self._has_gathered, self._last_message = self._has_gathered, False, None
         try:
-            found = getattr(self._peers, method)(message, **named)
+            found = getattr(self._peers, method)(message)
         except PeerError as error:
             self.lost = error
             raise
