@@ -2,25 +2,21 @@
 
 Thousands of tests make a repository; Alembic takes 50 ms for each and always makes the same. `ensure_schema` still
 looks at every database afterwards. test_migrations.py runs the migrations themselves (`migrations_run`).
-
-All engines of a process also share one dialect of SQLite, and with it the statements that it compiled: as an engine
-has a dialect of its own, each of the thousands of repositories compiled the same statements anew.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import cast
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, StaticPool, create_engine
 
 from cas_ckpt.index import index, sqlite
 from cas_ckpt.index.database import Database
@@ -30,7 +26,6 @@ from cas_ckpt.index.index import ensure_schema
 def install() -> None:
     """From now on, in this process."""
     index.ensure_schema = _ensure_schema
-    sqlite.open_engine = _open_engine
 
 
 @contextmanager
@@ -41,24 +36,6 @@ def migrations_run() -> Iterator[None]:
         yield
     finally:
         index.ensure_schema = before
-
-
-_new_engine = sqlite.open_engine
-
-
-def _open_engine(connect: Callable[[], sqlite3.Connection], **how: bool) -> Engine:
-    engine, first = _new_engine(connect, **how), _first_engine()
-    engine.dialect, engine._compiled_cache = first.dialect, first._compiled_cache
-    return engine
-
-
-@functools.cache
-def _first_engine() -> Engine:
-    """An engine whose dialect knows SQLite, as it has been connected."""
-    engine = _new_engine(sqlite.memory_connection, shared=True)
-    engine.connect().close()
-    engine.dispose()
-    return engine
 
 
 def _ensure_schema(database: Database) -> None:
@@ -93,8 +70,8 @@ def _make_file(path: Path) -> None:
 
 def _made(connect: Callable[[], sqlite3.Connection], path: Path | None = None) -> sqlite3.Connection:
     """A connection to a new database, which Alembic has made."""
-    engine = _new_engine(connect, shared=True)
-    ensure_schema(Database(engine, "template", False, nullcontext(), Lock(), path=path))
+    engine = create_engine("sqlite://", creator=connect, poolclass=StaticPool)
+    ensure_schema(Database(engine, "template", path=path))
     return cast(sqlite3.Connection, engine.raw_connection().driver_connection)
 
 

@@ -7,9 +7,9 @@
     2. refs.py has the mutable names of commits, with logs; ref_store.py reads, lists and swaps them; protocol.py has
        what collectors and writers tell one another; publish.py moves a ref by that protocol, which is the moment of
        every commit
-    3. packs.py brings packs into the index, refill.py all of them anew; packs.py also reads
-       nodes by what the index says, each proven by its id; tree.py reads the tree of a commit; chunks.py finds the
-       chunks of its tensors; tree.py also asks the index what states hold, for verbs that need none of their bytes;
+    3. packs.py brings packs into the index, or all of them anew, and reads nodes by what the index says, each proven by
+       its id; tree.py reads the tree of a commit, finds the chunks of its tensors, and asks the index what states hold,
+       for verbs that need none of their bytes;
        hints.py writes into meta packs what spares readers of remote ones requests, and reads it; elsewhere.py
        brings from tiers what is lost or damaged here
     4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py which data

@@ -74,26 +74,26 @@ class LentPacks:
         return getattr(self._store, name)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes | memoryview | bytearray:
-        """See `Store.get_range`."""
+        """As `Store.get_range`."""
         return self.lent.get(key, self._store).get_range(key, offset, length)
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`."""
+        """As `Store.read_into`."""
         return self.lent.get(key, self._store).read_into(key, offset, target, cached_only=cached_only)
 
     def read_leaves(self, key: str, *where: Any) -> int:
-        """See `ReadsLeaves`."""
+        """As `ReadsLeaves`."""
         from cas_ckpt.transfer.sources import leaf_reader  # here: `cas-ckpt log` has no use for NumPy
 
         return leaf_reader(self.lent.get(key, self._store))(key, *where)
 
     def read_past_cache(self, key: str, offset: int, target: memoryview) -> int | None:
-        """See `ReadsPastCache`."""
+        """As `ReadsPastCache`."""
         store = self.lent.get(key, self._store)
         return store.read_past_cache(key, offset, target) if isinstance(store, ReadsPastCache) else None
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`."""
+        """As `Store.prefetch`."""
         self.lent.get(key, self._store).prefetch(key, offset, length)
 
 

@@ -26,6 +26,7 @@ from cas_ckpt.core.packs import (
     ListedPack,
     copied_records,
     data_first,
+    filled,
     is_meta,
     pack_batches,
     read_in_parts,
@@ -216,15 +217,13 @@ class RepositoryHandle(Uncopied):
 
     def _fill_index(self) -> None:
         """Fill an index anew that an older version made; where it may not be, one in memory takes its place."""
-        from cas_ckpt.core.refill import filled
-
         with self._lock:
             if self._index.is_behind:  # in this thread's turn
                 self._index, damaged = filled(self.store, self._index, progress=self.progress)
                 self.damaged.update(damaged)
 
     def _confirm(self, proven: bool) -> None:
-        """See that the repository is still the one that the cache knew at this URL, unless that is proven already.
+        """Compare the repository with the one that the cache knew at this URL, unless that is proven already.
 
         Raises:
             NoRepositoryError: there is none any more. ConflictError: there is another one.

@@ -84,7 +84,7 @@ def cache_at(place: str | os.PathLike[str] | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CachedRepository:
-    """What is kept of one repository.
+    """The cached parts of one repository.
 
     Attributes:
         name: Of its folder; begins with its id.
@@ -302,7 +302,7 @@ INDEX_NAME = "index.sqlite"
 
 
 class RepositoryCache:
-    """What is kept of one repository. Threads may share it."""
+    """The cached parts of one repository. Threads may share it."""
 
     def __init__(self, host: HostCache, folder: Path) -> None:
         self._host = host
@@ -439,7 +439,7 @@ class CachedReads:
         return getattr(self._store, name)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes | memoryview | bytearray:
-        """See `Store.get_range`."""
+        """As `Store.get_range`."""
         if length > self._most_bytes or not key.startswith("packs/"):
             return self._store.get_range(key, offset, length)
         whole = self._cache.get(key) if key.endswith(".meta") else None
@@ -456,13 +456,13 @@ class CachedReads:
         return data
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`; a meta pack is kept here, too, once it is durable there."""
+        """As `Store.put`; a meta pack is kept here, too, once it is durable there."""
         self._store.put(key, data)
         if key.startswith("packs/") and key.endswith(".meta"):
             self._cache.put(key, data)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`; a value that is not longer than that is kept whole."""
+        """As `Store.get_tail`; a value that is not longer than that is kept whole."""
         whole = self._cache.get(key)
         if whole is not None:
             return len(whole), whole[max(0, len(whole) - length) :]
@@ -504,7 +504,7 @@ class CachedReads:
         self._cache.drop(f"{key} {offset} {length}")
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`."""
+        """As `Store.read_into`."""
         if target.nbytes > self._most_bytes or not key.startswith("packs/"):
             return self._store.read_into(key, offset, target, cached_only=cached_only)
         if cached_only:

@@ -6,7 +6,7 @@
     forgotten   keep their own commit object, so that history stays readable, and nothing else;
                 unless a ref names them directly
     promised    commits that branches of a promisor led to: of what these need, chunks may be absent here and are not
-                lost (index/promises.py); elsewhere.py brings them
+                lost (index/liveness.py); elsewhere.py brings them
 
 Invariant: fails rather than leave something out: a head, or a commit that a head leads to, which
 the index cannot find after a look at the store is an error. Only reads.

@@ -1,4 +1,4 @@
-"""What tiers lack, and why the last push to one failed: a sealed record under `tiers`, for `status`.
+"""The commits that tiers lack, and why the last push to one failed: a sealed record under `tiers`, for `status`.
 
 Changed by compare-and-swap; absent until a push fails, and no decision depends on it: what waits is what the refs say.
 

@@ -161,7 +161,7 @@ class Remote:
             )
 
     def require_same(self, found: str) -> None:
-        """See that the repository of the id `found`, which is at the URL now, may be meant.
+        """Raise unless the repository of the id `found`, which is at the URL now, may be meant.
 
         Raises:
             ConflictError: it is another one than before, and the URL was not set since.

@@ -9,22 +9,21 @@
     the tables      `schema.py`; `rows.py` (plain values that go in and come out)
     for people      `views.py` (views of the tables that stay as they are) over `view_sql.py` (their columns, in the
                     words of each database); `query.py` (SQL over them, read-only and within limits)
-    the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py` (with
-                    the roles of a shared one); `statements.py` (statements as text, which go to the driver),
-                    `open_lock.py` (who has a file open), `db_errors.py` (what they refuse)
-    the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
-                    hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `restores.py`
-                    (the log of restores), `replacing.py` (one index in the place of another)
-    nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
-                    `texts.py` (text that a database can hold, and plain values as people read them)
+    the database    `database.py` (opening it, transactions, many rows at once) over `sqlite.py` (and who has a file
+                    open) and `postgres.py` (with the roles of a shared one); `statements.py` (statements as text, which
+                    go to the driver), `db_errors.py` (what they refuse)
+    the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded, one in the place of another),
+                    `meta.py` (what packs do not hold: facts by name, refs as last seen), `restores.py` (restore plans,
+                    rank by rank, and the log of restores)
+    nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `texts.py` (text that a
+                    database can hold, and plain values as people read them)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, which of
                     them meet conditions, and all that a plain log asks, without importing SQLAlchemy), `usage.py`
                     (bytes, and who holds what), `integrity.py` (is it as the packs say, how far damage reaches)
     of states       `trees.py` (containers opened by their rows, of one state or many), `entries.py` (the entries of one
-                    state), `key_changes.py` (what commits changed), `tree_diff.py` (where two differ), `finding.py`
-                    (what is where)
-    garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack), `promises.py` (which
-                    of what is absent other repositories keep)
+                    state), `tree_diff.py` (where two differ, and what commits changed), `finding.py` (what is where)
+    garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack, and which of what is
+                    absent other repositories keep)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time
 (and the few facts of `schema.REMEMBERED`). Must not know: files of the store, tensors, how restores are planned,

@@ -18,13 +18,13 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection
 
 from cas_ckpt.errors import CkptError
-from cas_ckpt.index.database import execute, flag, insert_missing, key_column, number_table, scratch_tables
+from cas_ckpt.index.database import flag, insert_missing, key_column, number_table, scratch_tables
 from cas_ckpt.index.db_errors import UNREADABLE, unreadable
 from cas_ckpt.index.meta import read_meta, write_meta
-from cas_ckpt.index.schema import LOCATIONS, PACKS
+from cas_ckpt.index.statements import change, change_by_key, rows
 from cas_ckpt.objects.pack import Location
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ _OBJECT, _FIRST_LEAF = attrgetter("object_id"), attrgetter("first_leaf")
 
 def has_deltas(connection: Connection) -> bool:
     """Whether any extent is a delta against another chunk."""
-    query = select(LOCATIONS.c.base).where(LOCATIONS.c.base.is_not(None)).limit(1)
-    return connection.execute(query).first() is not None
+    return bool(rows(connection, "SELECT 1 FROM t_locations WHERE base IS NOT NULL LIMIT 1"))
 
 
 def watermark(connection: Connection) -> int:
@@ -128,12 +127,12 @@ def commit_targets(connection: Connection) -> CommitTargets:
     """The targets of the commits that there are now."""
     found: set[int] = set()
     for column in ("root", "layout"):
-        found.update(connection.execute(text(_TARGETS_OF_COMMITS.format(column=column))).scalars())
+        found.update(number for (number,) in rows(connection, _TARGETS_OF_COMMITS.format(column=column)))
     return CommitTargets(array("q", sorted(found)), _pack_names(connection))
 
 
 def _pack_names(connection: Connection) -> frozenset[str]:
-    return frozenset(connection.execute(select(PACKS.c.name)).scalars())
+    return frozenset(name for (name,) in rows(connection, "SELECT name FROM t_packs"))
 
 
 def examine_some(connection: Connection, targets: CommitTargets | None = None) -> bool:
@@ -162,7 +161,7 @@ def find_now(connection: Connection) -> None:
 def _fill_targets(connection: Connection, targets: CommitTargets, *, above: int, upto: int) -> None:
     """Fill `commit_targets` with those that may be in these packs."""
     query = "SELECT min(l.object_id), max(l.object_id) FROM t_locations l WHERE " + _NEW
-    first, last = connection.execute(text(query), {"above": above, "upto": upto}).one()
+    ((first, last),) = rows(connection, query, above=above, upto=upto)
     if first is not None:
         near = targets.numbers[bisect_left(targets.numbers, first) : bisect_right(targets.numbers, last)]
         insert_missing(connection, TARGETS, [(number,) for number in near])
@@ -179,25 +178,25 @@ def find(connection: Connection, *, above: int, upto: int, again: bool, targets:
         _fill_targets(connection, targets, above=above, upto=upto)
     for column in ("root", "layout") if targets is None else ():
         query = _TARGETS_OF_COMMITS.format(column=column)
-        execute(connection, f"INSERT INTO commit_targets {query} ON CONFLICT DO NOTHING")
+        change(connection, f"INSERT INTO commit_targets {query} ON CONFLICT DO NOTHING")
     unreferred = _NOTHING_REFERS + (NO_BASE if has_deltas(connection) else "")
     if again:
-        execute(
+        change(
             connection,
             f"INSERT INTO unreferenced SELECT s.object_id, s.referred FROM t_suspects s "
             f"WHERE {unreferred.format(number='s.object_id')} ON CONFLICT DO NOTHING",
         )
-        execute(
+        change(
             connection, "INSERT INTO split SELECT s.object_id, 0 FROM t_suspects s WHERE true ON CONFLICT DO NOTHING"
         )
-    execute(
+    change(
         connection,
         f"INSERT INTO unreferenced SELECT l.object_id, 0 FROM t_locations l "
         f"WHERE {_NEW} AND {unreferred.format(number='l.object_id')} ON CONFLICT DO NOTHING",
         above=above,
         upto=upto,
     )
-    execute(
+    change(
         connection,
         f"INSERT INTO split SELECT l.object_id, 0 FROM t_locations l CROSS JOIN t_locations m "
         f"WHERE {_NEW} AND m.object_id = l.object_id AND m.pack_id > 0 "
@@ -211,9 +210,9 @@ def find(connection: Connection, *, above: int, upto: int, again: bool, targets:
 def _turn(connection: Connection) -> tuple[int, int, bool]:
     """The packs to examine next, as (above, upto], and whether there are more after them."""
     above = watermark(connection)
-    query = select(PACKS.c.pack_id, PACKS.c.num_entries).where(PACKS.c.pack_id > above).order_by(PACKS.c.pack_id)
+    query = "SELECT pack_id, num_entries FROM t_packs WHERE pack_id > :above ORDER BY pack_id"
     upto, total = above, 0
-    for pack_id, num_entries in connection.execute(query).all():
+    for pack_id, num_entries in rows(connection, query, above=above):
         if total and total + num_entries > ENTRIES_PER_TURN:
             return above, upto, True
         upto, total = pack_id, total + num_entries
@@ -221,7 +220,7 @@ def _turn(connection: Connection) -> tuple[int, int, bool]:
 
 
 def _highest_pack(connection: Connection) -> int:
-    return connection.execute(select(func.max(PACKS.c.pack_id))).scalar() or 0
+    return int(rows(connection, "SELECT max(pack_id) FROM t_packs")[0][0] or 0)
 
 
 def _keep(connection: Connection, *, again: bool) -> None:
@@ -231,10 +230,10 @@ def _keep(connection: Connection, *, again: bool) -> None:
         "SELECT object_id FROM split WHERE incomplete > 0"
     )
     if again:
-        execute(connection, f"DELETE FROM t_suspects WHERE object_id NOT IN ({wanting})")
-    execute(connection, "INSERT INTO t_suspects SELECT * FROM unreferenced WHERE true ON CONFLICT DO NOTHING")
+        change(connection, f"DELETE FROM t_suspects WHERE object_id NOT IN ({wanting})")
+    change(connection, "INSERT INTO t_suspects SELECT * FROM unreferenced WHERE true ON CONFLICT DO NOTHING")
     kept = f"SELECT object_id, 0 FROM ({wanting}) w WHERE true"
-    execute(connection, f"INSERT INTO t_suspects {kept} ON CONFLICT DO NOTHING")
+    change(connection, f"INSERT INTO t_suspects {kept} ON CONFLICT DO NOTHING")
 
 
 # --- coverage ------------------------------------------------------------------------------
@@ -247,9 +246,8 @@ def _examine_split(connection: Connection) -> None:
         spare = [(extents[0].object_id, pack) for pack in spare_packs(extents)]
         insert_missing(connection, SPARES, spare)
         if not covers(extents):
-            incomplete.append({"number": extents[0].object_id})
-    if incomplete:
-        connection.execute(text("UPDATE split SET incomplete = 1 WHERE object_id = :number"), incomplete)
+            incomplete.append(extents[0].object_id)
+    change_by_key(connection, "UPDATE split SET incomplete = 1 WHERE object_id {keys}", incomplete)
 
 
 def extents_by_object(connection: Connection, table: str, *, only: str = "true") -> Iterator[list[Extent]]:
@@ -264,12 +262,12 @@ def extents_by_object(connection: Connection, table: str, *, only: str = "true")
         f"FROM {table} s CROSS JOIN t_locations l WHERE s.object_id >= :first AND s.object_id <= :last "
         f"AND l.object_id = s.object_id AND l.pack_id > 0 AND {only} ORDER BY l.object_id"
     )
-    numbers = connection.execute(text(some), {"after": -1}).scalars().all()
-    while numbers:
-        rows = connection.execute(text(extents), {"first": numbers[0], "last": numbers[-1]}).all()
-        for _, group in groupby((Extent(*row) for row in rows), key=_OBJECT):
+    after = -1
+    while numbers := rows(connection, some, after=after):
+        first, after = numbers[0][0], numbers[-1][0]
+        found = rows(connection, extents, first=first, last=after)
+        for _, group in groupby((Extent(*row) for row in found), key=_OBJECT):
             yield list(group)
-        numbers = connection.execute(text(some), {"after": numbers[-1]}).scalars().all()
 
 
 def covers(extents: Iterable[Extent | Location]) -> bool:

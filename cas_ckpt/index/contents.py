@@ -1,4 +1,4 @@
-"""What packs hold: packs go into the index and out of it, and objects are found by id.
+"""The contents of packs: packs go into the index and out of it, and objects are found by id.
 
 Adding packs:
 
@@ -30,22 +30,13 @@ from itertools import count
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, func, select
+from sqlalchemy import Connection, Table
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index import manifests
 from cas_ckpt.index.candidates import NO_BASE, clamp_watermark, has_deltas
-from cas_ckpt.index.database import (
-    OBJECTS_BY_ID,
-    KeyQuery,
-    execute,
-    insert_missing,
-    number_table,
-    rows_for,
-    rows_of,
-    scratch_tables,
-)
+from cas_ckpt.index.database import insert_missing, number_table, scratch_tables
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
@@ -61,75 +52,59 @@ from cas_ckpt.index.schema import (
     OBJECTS,
     PACKS,
 )
-from cas_ckpt.index.statements import change_by_number
+from cas_ckpt.index.statements import change, change_by_key, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.texts import json_of, json_text, storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 
 _PACK = re.compile(r"[A-Za-z0-9._/-]+")
-"""What a name is made of: SQLite cannot see that a byte of it was damaged, and no store would take it as a key."""
+"""The name of a pack: SQLite cannot see that a byte of it was damaged, and no store would take it as a key."""
 
 _KINDS = {int(kind): kind for kind in ObjectKind}
 
-_LOCATED = KeyQuery(
-    select(
-        OBJECTS.c.digest,
-        LOCATIONS.c.pack_id,
-        LOCATIONS.c.kind,
-        LOCATIONS.c.num_bytes,
-        LOCATIONS.c.first_leaf,
-        LOCATIONS.c.num_leaves,
-        LOCATIONS.c.leaf_bytes,
-        LOCATIONS.c.offset,
-        LOCATIONS.c.header_bytes,
-        LOCATIONS.c.stored_bytes,
-        LOCATIONS.c.encoding,
-        LOCATIONS.c.base,
-    )
-    .join(LOCATIONS, LOCATIONS.c.object_id == OBJECTS.c.object_id)
-    .where(LOCATIONS.c.pack_id != NOWHERE),
-    OBJECTS.c.digest,
-)
-PARTIAL = (LOCATIONS.c.first_leaf > 0) | (LOCATIONS.c.num_leaves * LOCATIONS.c.leaf_bytes < LOCATIONS.c.num_bytes)
-"""A location that does not hold its whole object; chunks in parts may be incomplete."""
-
-_PACK_NAMES = KeyQuery(select(PACKS.c.pack_id, PACKS.c.name), PACKS.c.pack_id)
-_PACK_NUMBERS = select(PACKS.c.name, PACKS.c.pack_id)
-_PACK_SIZES = select(PACKS.c.name, PACKS.c.size_bytes)
+_LOCATED = f"""
+    SELECT o.digest, l.pack_id, l.kind, l.num_bytes, l.first_leaf, l.num_leaves, l.leaf_bytes, l."offset",
+           l.header_bytes, l.stored_bytes, l.encoding, l.base
+    FROM t_objects o JOIN t_locations l ON l.object_id = o.object_id WHERE l.pack_id <> {NOWHERE} AND o.digest {{keys}}
+"""
+PARTIAL = f"(l.pack_id <> {NOWHERE} AND (l.first_leaf > 0 OR l.num_leaves * l.leaf_bytes < l.num_bytes))"
+"""Of `l`, a location that does not hold its whole object; chunks in parts may be incomplete."""
 
 
 def chunk_digests(connection: Connection) -> set[bytes]:
     """The ids of all chunks that are in some pack in one extent; those in parts may be incomplete."""
-    parts = select(LOCATIONS.c.object_id).where(LOCATIONS.c.pack_id != NOWHERE, PARTIAL)
-    query = select(OBJECTS.c.digest).where(OBJECTS.c.kind == ObjectKind.CHUNK)
-    return set(connection.execute(query.where(OBJECTS.c.object_id.not_in(parts))).scalars())
+    query = (
+        f"SELECT o.digest FROM t_objects o WHERE o.kind = {int(ObjectKind.CHUNK)} "
+        f"AND o.object_id NOT IN (SELECT l.object_id FROM t_locations l WHERE {PARTIAL})"
+    )
+    return {digest for (digest,) in rows(connection, query)}
 
 
 def chunks_and_packs(connection: Connection) -> tuple[set[bytes], dict[str, int]]:
     """`chunk_digests`, and name -> number of the packs that were known at the same moment."""
-    return chunk_digests(connection), dict(rows_of(connection, _PACK_NUMBERS))
+    return chunk_digests(connection), dict(rows(connection, "SELECT name, pack_id FROM t_packs"))
 
 
 def data_packs_since(connection: Connection, number: int) -> dict[str, int]:
     """Name -> number of the packs with chunks that came after the pack `number`."""
-    query = select(PACKS.c.name, PACKS.c.pack_id).where(PACKS.c.pack_id > number, PACKS.c.kind == PackKind.DATA)
-    return {name: found for name, found in connection.execute(query).all()}
+    query = f"SELECT name, pack_id FROM t_packs WHERE pack_id > :number AND kind = {int(PackKind.DATA)}"
+    return dict(rows(connection, query, number=number))
 
 
 def pack_sizes(connection: Connection) -> dict[str, int]:
     """Name -> size in bytes of every pack."""
-    return dict(rows_of(connection, _PACK_SIZES))
+    return dict(rows(connection, "SELECT name, size_bytes FROM t_packs"))
 
 
 def chunks_at_most(connection: Connection) -> int:
     """How many extents of chunks there are: as many as chunks, or more. Grows with packs, not with chunks."""
-    query = select(func.coalesce(func.sum(PACKS.c.num_entries), 0)).where(PACKS.c.kind == PackKind.DATA)
-    return int(connection.execute(query).scalar_one())
+    query = f"SELECT sum(num_entries) FROM t_packs WHERE kind = {int(PackKind.DATA)}"
+    return int(rows(connection, query)[0][0] or 0)
 
 
 def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:
     """Those of `digests` that are in some pack."""
-    return {digest for digest, _, kind in OBJECTS_BY_ID.rows(connection, digests) if kind != UNKNOWN_KIND}
+    return {digest for digest, _, kind in objects_by_id(connection, digests) if kind != UNKNOWN_KIND}
 
 
 def locate(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, list[Location]]:
@@ -138,11 +113,12 @@ def locate(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, list
     Raises:
         CorruptionError: a row names something that is not a pack.
     """
-    rows = list(_LOCATED.rows(connection, digests))
-    names = dict(_PACK_NAMES.rows(connection, {row[1] for row in rows}))
+    located = list(rows_by_key(connection, _LOCATED, digests))
+    asked = "SELECT pack_id, name FROM t_packs WHERE pack_id {keys}"
+    names: dict[int, str] = dict(rows_by_key(connection, asked, {row[1] for row in located}))
     kinds = _KINDS
     found: dict[bytes, list[Location]] = {}
-    for digest, pack_id, kind, *rest in rows:
+    for digest, pack_id, kind, *rest in located:
         found.setdefault(digest, []).append(Location(names[pack_id], kinds[kind], *rest))
     for name in names.values():
         if _PACK.fullmatch(name) is None:
@@ -163,11 +139,13 @@ def resolve_prefix(
         raise InvalidInputError(f"wanted 1 to {digits} hexadecimal digits of an id, found {prefix!r}")
     low, high = (bytes.fromhex(prefix.ljust(digits, filling)) for filling in "0f")
     if low == high:  # a whole id: asked by every verb that was given one
-        found = OBJECTS_BY_ID.rows(connection, [low])
+        found = objects_by_id(connection, [low])
         return [digest for digest, _, kind in found if _KINDS.get(kind) in kinds][:limit]
-    query = select(OBJECTS.c.digest).where(OBJECTS.c.digest.between(low, high))
-    query = query.where(OBJECTS.c.kind.in_([int(kind) for kind in kinds])).order_by(OBJECTS.c.digest).limit(limit)
-    return list(connection.execute(query).scalars())
+    query = (
+        "SELECT digest FROM t_objects WHERE digest BETWEEN :low AND :high "
+        f"AND kind IN ({', '.join(str(int(kind)) for kind in kinds)}) ORDER BY digest LIMIT {int(limit)}"
+    )
+    return [digest for (digest,) in rows(connection, query, low=low, high=high)]
 
 
 def packs_in_parts(connection: Connection) -> set[str]:
@@ -175,33 +153,30 @@ def packs_in_parts(connection: Connection) -> set[str]:
 
     A scan of all locations, for repacking.
     """
-    c = LOCATIONS.c
-    packs = select(c.pack_id).where(c.pack_id != NOWHERE, c.leaf_bytes > 0, PARTIAL).distinct()
-    return set(connection.execute(select(PACKS.c.name).where(PACKS.c.pack_id.in_(packs))).scalars())
+    packs = f"SELECT DISTINCT l.pack_id FROM t_locations l WHERE l.leaf_bytes > 0 AND {PARTIAL}"
+    return {name for (name,) in rows(connection, f"SELECT name FROM t_packs WHERE pack_id IN ({packs})")}
 
 
 # --- adding and dropping packs --------------------------------------------------------------
 
-_NAMED = KeyQuery(select(PACKS.c.name), PACKS.c.name)
-_LAST_PACK = select(func.max(PACKS.c.pack_id))
-_LAST_OBJECT = select(func.max(LOCATIONS.c.object_id))
+_LAST_PACK = "SELECT max(pack_id) FROM t_packs"
+_LAST_OBJECT = "SELECT max(object_id) FROM t_locations"
 _BY_PRIMARY_KEY = itemgetter(0, 1, 2)
 
 
 def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     """Add the packs that are not known yet; returns how many that were."""
     wanted = {record.name: record for record in records}
-    for (name,) in _NAMED.rows(connection, wanted):
+    for (name,) in rows_by_key(connection, "SELECT name FROM t_packs WHERE name {keys}", wanted):
         del wanted[name]
     if not wanted:
         return 0
     packs = dict(zip(count(_highest(connection, _LAST_PACK) + 1), map(wanted.__getitem__, sorted(wanted))))
     now_us = int(clock.now_s() * 1e6)
-    rows = [
+    insert_missing(connection, PACKS, [
         (number, r.name, int(r.kind), r.size_bytes, len(r.entries) + r.num_in_parts, now_us)
         for number, r in packs.items()
-    ]  # fmt: skip
-    insert_missing(connection, PACKS, rows)
+    ])  # fmt: skip
     _add_rows(connection, packs)
     for number, record in packs.items():
         for part in record.parts() if record.parts is not None else ():
@@ -230,9 +205,9 @@ def location_row(number: int, pack_id: int, e: ExtentInfo) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _highest(connection: Connection, question: Select[Any]) -> int:
+def _highest(connection: Connection, question: str) -> int:
     """The largest number of that kind, 0 if there is none."""
-    return int(rows_of(connection, question)[0][0] or 0)
+    return int(rows(connection, question)[0][0] or 0)
 
 
 def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> dict[bytes, int]:
@@ -240,8 +215,8 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
     kinds = {bytes(entry.digest): int(entry.kind) for record in records for entry in record.entries}
     highest = _highest(connection, _LAST_OBJECT)  # every object has a location
     numbers = dict(zip(kinds, count(highest + 1)))  # as they are stored: neighbours in a pack are so in a tensor
-    rows = [(digest, numbers[digest], kinds[digest]) for digest in sorted(kinds)]
-    if insert_missing(connection, OBJECTS, rows) != len(rows):
+    new = [(digest, numbers[digest], kinds[digest]) for digest in sorted(kinds)]
+    if insert_missing(connection, OBJECTS, new) != len(new):
         _reuse_numbers(connection, kinds, numbers)
     named: set[bytes] = {entry.base for record in records for entry in record.entries if entry.base is not None}
     for record in records:
@@ -251,7 +226,7 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
     strangers = named - numbers.keys()
     if strangers:
         highest = max(highest, max(numbers.values(), default=0))
-        numbers.update((digest, number) for digest, number, _ in OBJECTS_BY_ID.rows(connection, strangers))
+        numbers.update((digest, number) for digest, number, _ in objects_by_id(connection, strangers))
         unseen = dict(zip(sorted(strangers - numbers.keys()), count(highest + 1)))
         insert_missing(connection, OBJECTS, [(digest, number, UNKNOWN_KIND) for digest, number in unseen.items()])
         nowhere = [(number, NOWHERE, 0, UNKNOWN_KIND, 0, 0, 0, 0, 0, 0, 0, None) for number in unseen.values()]
@@ -263,14 +238,14 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
 def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
     """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
     found: dict[int, list[int]] = {}
-    for digest, number, kind in OBJECTS_BY_ID.rows(connection, kinds):
+    for digest, number, kind in objects_by_id(connection, kinds):
         numbers[digest] = number
         if kind == UNKNOWN_KIND:
             found.setdefault(kinds[digest], []).append(number)
     for kind, seen in found.items():
-        change_by_number(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {keys}", seen, kind=kind)
+        change_by_key(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {keys}", seen, kind=kind)
         nowhere = "DELETE FROM t_locations WHERE object_id {keys} AND pack_id = :nowhere"
-        change_by_number(connection, nowhere, seen, nowhere=NOWHERE)
+        change_by_key(connection, nowhere, seen, nowhere=NOWHERE)
 
 
 def _insert_edges_and_commits(
@@ -284,11 +259,11 @@ def _insert_edges_and_commits(
             below.setdefault(numbers[parent], set()).update(map(numbers.__getitem__, children))
     edges = [(parent, child) for parent in sorted(below.keys() - commits.keys()) for child in sorted(below[parent])]
     insert_missing(connection, EDGES, edges)
-    rows: list[tuple[Any, ...]] = []
+    own: list[tuple[Any, ...]] = []
     more: dict[Table, list[tuple[Any, ...]]] = {MORE_PARENTS: [], METRICS: [], LINEAGE: [], COMMIT_TEXTS: []}
     for n in sorted(commits):
         commit = commits[n]
-        rows.append((
+        own.append((
             n, commit.digest, commit.root, commit.layout, commit.parents[0] if commit.parents else None,
             storable(commit.message), storable(commit.author), commit.time_us, commit.step,
             None if commit.branch is None else storable(commit.branch), json_of(commit.metrics), commit.meta,
@@ -296,7 +271,7 @@ def _insert_edges_and_commits(
         ))  # fmt: skip
         for table, some in rows_of_commit(n, commit).items():
             more[table] += some
-    insert_missing(connection, COMMITS, rows)
+    insert_missing(connection, COMMITS, own)
     for table, some in more.items():
         insert_missing(connection, table, some)
 
@@ -315,7 +290,7 @@ def rows_of_commit(number: int, commit: CommitRow) -> dict[Table, list[tuple[Any
 
 
 def _texts(commit: CommitRow) -> tuple[str | None, ...]:
-    """What people read of its metadata, of its provenance, and of its signature."""
+    """Its metadata and provenance as JSON, and the fingerprint that its signature names."""
     signed_by = None
     if commit.signature is not None:
         from cas_ckpt.signing import described
@@ -337,7 +312,7 @@ _ORPHANED = number_table("orphaned")
 """Objects that were stored in them alone."""
 
 _REFERENCED = number_table("referenced")
-"""What the orphaned objects referred to, and themselves."""
+"""The orphaned objects and those that they referred to."""
 
 _REMOVED = number_table("removed")
 """Objects that no row is to name any more."""
@@ -356,7 +331,7 @@ _PUT_NOWHERE = f"""
 def drop_packs(connection: Connection, names: Iterable[str]) -> int:
     """Forget these packs and what was stored in them alone; returns how many packs were known."""
     wanted = sorted(set(names))
-    numbers = [(row.pack_id,) for row in rows_for(connection, select(PACKS.c.pack_id), PACKS.c.name, wanted)]
+    numbers = list(rows_by_key(connection, "SELECT pack_id FROM t_packs WHERE name {keys}", wanted))
     if not numbers:
         return 0
     with scratch_tables(connection, _DROPPED, _TOUCHED, _ORPHANED, _REFERENCED, _REMOVED):
@@ -365,9 +340,9 @@ def drop_packs(connection: Connection, names: Iterable[str]) -> int:
         _remove_locations(connection, deltas=deltas)
         _remove_what_orphans_hold(connection)
         _remove_unreferenced(connection, deltas=deltas)
-        execute(connection, "DELETE FROM t_scrubs WHERE pack IN "
-                "(SELECT p.name FROM dropped d CROSS JOIN t_packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
-        execute(connection, "DELETE FROM t_packs WHERE pack_id IN (SELECT object_id FROM dropped)")
+        change(connection, "DELETE FROM t_scrubs WHERE pack IN "
+               "(SELECT p.name FROM dropped d CROSS JOIN t_packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
+        change(connection, "DELETE FROM t_packs WHERE pack_id IN (SELECT object_id FROM dropped)")
     clamp_watermark(connection)
     note_newer(connection, gone=wanted)
     return len(numbers)
@@ -375,20 +350,20 @@ def drop_packs(connection: Connection, names: Iterable[str]) -> int:
 
 def _remove_locations(connection: Connection, *, deltas: bool) -> None:
     """Remove the locations in these packs, and find out what is orphaned without them."""
-    execute(connection, f"INSERT INTO touched SELECT l.object_id {_IN_DROPPED} ON CONFLICT DO NOTHING")
+    change(connection, f"INSERT INTO touched SELECT l.object_id {_IN_DROPPED} ON CONFLICT DO NOTHING")
     if deltas:
-        execute(
+        change(
             connection,
             "INSERT INTO referenced SELECT o.object_id FROM dropped d CROSS JOIN t_locations l CROSS JOIN t_objects o "
             "WHERE l.pack_id = d.object_id AND l.base IS NOT NULL AND o.digest = l.base ON CONFLICT DO NOTHING",
         )
-    execute(connection, "DELETE FROM t_locations WHERE pack_id IN (SELECT object_id FROM dropped)")
-    execute(
+    change(connection, "DELETE FROM t_locations WHERE pack_id IN (SELECT object_id FROM dropped)")
+    change(
         connection,
         "INSERT INTO orphaned SELECT t.object_id FROM touched t "
         "WHERE NOT EXISTS (SELECT 1 FROM t_locations l WHERE l.object_id = t.object_id)",
     )
-    execute(  # what is stored elsewhere may be stored there in part
+    change(  # what is stored elsewhere may be stored there in part
         connection,
         f"INSERT INTO t_suspects SELECT t.object_id, 0 FROM touched t WHERE NOT t.object_id {_IS_ORPHANED} "
         "ON CONFLICT DO NOTHING",
@@ -397,35 +372,35 @@ def _remove_locations(connection: Connection, *, deltas: bool) -> None:
 
 def _remove_what_orphans_hold(connection: Connection) -> None:
     """Remove edges and commits of the orphaned objects, noting what they referred to."""
-    execute(connection, "INSERT INTO referenced SELECT object_id FROM orphaned WHERE true ON CONFLICT DO NOTHING")
-    execute(
+    change(connection, "INSERT INTO referenced SELECT object_id FROM orphaned WHERE true ON CONFLICT DO NOTHING")
+    change(
         connection,
         "INSERT INTO referenced SELECT e.child_id FROM orphaned h CROSS JOIN t_edges e "
         "WHERE e.parent_id = h.object_id ON CONFLICT DO NOTHING",
     )
     for column in ("root", "layout"):
-        execute(
+        change(
             connection,
             "INSERT INTO referenced SELECT o.object_id FROM orphaned h CROSS JOIN t_commits c CROSS JOIN t_objects o "
             f"WHERE c.object_id = h.object_id AND o.digest = c.{column} ON CONFLICT DO NOTHING",
         )
-    execute(connection, f"DELETE FROM t_edges WHERE parent_id {_IS_ORPHANED}")
+    change(connection, f"DELETE FROM t_edges WHERE parent_id {_IS_ORPHANED}")
     for table in (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS, COMMITS):
-        execute(connection, f"DELETE FROM {table.name} WHERE object_id {_IS_ORPHANED}")
+        change(connection, f"DELETE FROM {table.name} WHERE object_id {_IS_ORPHANED}")
     manifests.drop_contents(connection)
-    execute(connection, f"UPDATE t_objects SET kind = {UNKNOWN_KIND} WHERE object_id {_IS_ORPHANED}")
-    execute(connection, _PUT_NOWHERE)
+    change(connection, f"UPDATE t_objects SET kind = {UNKNOWN_KIND} WHERE object_id {_IS_ORPHANED}")
+    change(connection, _PUT_NOWHERE)
 
 
 def _remove_unreferenced(connection: Connection, *, deltas: bool) -> None:
     """Of what nothing refers to, remove what is stored nowhere, and make candidates of the rest."""
     alone = _NO_PARENT + (NO_BASE.format(number="r.object_id") if deltas else "")
-    execute(connection, f"INSERT INTO removed SELECT r.object_id FROM referenced r WHERE {_IS_NOWHERE} AND {alone}")
-    execute(
+    change(connection, f"INSERT INTO removed SELECT r.object_id FROM referenced r WHERE {_IS_NOWHERE} AND {alone}")
+    change(
         connection,
         f"INSERT INTO t_suspects SELECT r.object_id, 1 FROM referenced r WHERE NOT {_IS_NOWHERE} AND {alone} "
         "ON CONFLICT (object_id) DO UPDATE SET referred = 1",
     )
-    execute(connection, f"DELETE FROM t_suspects WHERE object_id {_IS_ORPHANED}")
+    change(connection, f"DELETE FROM t_suspects WHERE object_id {_IS_ORPHANED}")
     for table in (LOCATIONS, OBJECTS):
-        execute(connection, f"DELETE FROM {table.name} WHERE object_id IN (SELECT object_id FROM removed)")
+        change(connection, f"DELETE FROM {table.name} WHERE object_id IN (SELECT object_id FROM removed)")

@@ -1,10 +1,8 @@
-"""The database below the index: opening it, its transactions, and statements over many keys or rows at once.
+"""The database below the index: opening it, its transactions, and statements over many rows at once.
 
-It is SQLite in a file or in memory (sqlite.py), or a schema of PostgreSQL by URL (postgres.py). Keys are asked for and
-rows are put in ascending order, which is three times as fast as any order. What every commit asks and writes goes to
-SQLite's driver as text that SQLAlchemy compiled once: to build, compile and bind a statement anew costs ten times what
-SQLite needs for it. Temporary tables of numbers are for questions whose answers are too many for Python; see
-`scratch_tables`.
+It is SQLite in a file or in memory (sqlite.py), or a schema of PostgreSQL by URL (postgres.py). What is asked and
+changed goes to the driver as text (statements.py). Temporary tables of numbers are for questions whose answers are too
+many for Python; see `scratch_tables`.
 
 Invariant: a transaction opened with `writing` is the only writing one, so what it read stays true until it commits.
 Signals wait until a transaction has ended: whatever their handlers raise leaves no lock and no transaction behind, and
@@ -20,37 +18,29 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, cast
 from urllib.parse import quote
 
 from sqlalchemy import (
-    ARRAY,
     URL,
     BigInteger,
     Column,
-    ColumnElement,
     Connection,
-    Dialect,
     Engine,
     Integer,
     MetaData,
-    Row,
-    Select,
+    NullPool,
+    QueuePool,
     SmallInteger,
+    StaticPool,
     Table,
-    any_,
-    bindparam,
-    literal_column,
-    select,
-    text,
+    create_engine,
 )
-from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
-from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.schema import CreateIndex, CreateTable, DropTable
 
 from cas_ckpt.arguments import check_path
@@ -58,10 +48,10 @@ from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.index import postgres, sqlite
 from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused, translated, unreadable
-from cas_ckpt.index.open_lock import OpenLock, may_write, while_closed
 from cas_ckpt.index.rows import UNKNOWN_KIND
-from cas_ckpt.index.schema import OBJECTS, refuse_foreign
-from cas_ckpt.index.statements import KEYS_PER_ARRAY, KEYS_PER_QUERY, batches, plain_rows
+from cas_ckpt.index.schema import refuse_foreign
+from cas_ckpt.index.sqlite import OpenLock, may_write, while_closed
+from cas_ckpt.index.statements import batches, change, objects_by_id, rows, sqlite_driver
 
 IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""
@@ -82,18 +72,18 @@ class Database:
 
     engine: Engine
     place: str
-    read_only: bool
-    read_lock: AbstractContextManager[object]
-    write_lock: AbstractContextManager[object]
+    read_only: bool = False
     open_lock: OpenLock | None = None
     in_memory: bool = False
     path: Path | None = None
     schema: str | None = None
     temporary: bool = False
+    read_lock: AbstractContextManager[object] = field(default_factory=nullcontext)
+    write_lock: AbstractContextManager[object] = field(default_factory=Lock)
 
     @property
     def address(self) -> str:
-        """What `open_database` opens it by again: with the password, so it is not for messages."""
+        """The place by which `open_database` opens it again: with the password, so it is not for messages."""
         if self.in_memory:
             return IN_MEMORY
         return str(self.path) if self.path is not None else self.engine.url.render_as_string(hide_password=False)
@@ -130,7 +120,7 @@ class Database:
             with held_signals(), self.write_lock:
                 if self.schema is None:
                     with self.engine.connect() as connection, connection.begin():
-                        sqlite.begin_writing(connection, wait_s)
+                        _begin_writing(connection, wait_s)
                         yield connection
                 else:
                     with postgres.writing(self.engine, self.schema, wait_s) as connection:
@@ -172,6 +162,16 @@ class Database:
             unlink_files(self.path)
 
 
+def _begin_writing(connection: Connection, wait_s: float | None) -> None:
+    if wait_s is not None:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+    try:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    finally:
+        if wait_s is not None:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * sqlite.BUSY_TIMEOUT_S)}")
+
+
 def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Database:
     """The database at `place`: a path, `:memory:`, or a URL of SQLAlchemy.
 
@@ -188,14 +188,15 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
     if "://" in name:
         url, schema = postgres.parse_url(name), postgres.schema_of(store_id)
         engine = postgres.open_engine(url, schema)
-        return Database(engine, str(url), read_only, nullcontext(), Lock(), schema=schema)  # str() hides the password
+        return Database(engine, str(url), read_only, schema=schema)  # str() hides the password
     if not name:
         raise InvalidInputError("the place of an index is empty: give a path, or a URL of a database")
     check_path(name)
     path = Path(name)
     if read_only:
-        engine = sqlite.open_engine(sqlite.reader(path), afresh=not may_write(path))
-        return Database(engine, str(path), True, nullcontext(), Lock(), OpenLock(path, read_only=True), path=path)
+        # What is open cannot notice that others write, where this user may not: each transaction gets a new connection.
+        engine = _engine(sqlite.reader(path)) if may_write(path) else _engine(sqlite.reader(path), poolclass=NullPool)
+        return Database(engine, str(path), True, OpenLock(path, read_only=True), path=path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -203,13 +204,18 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
     if not may_write(path):
         raise file_refused(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), f"{path}: it may only be read")
     open_lock = OpenLock(path, read_only=False)
-    engine = sqlite.open_engine(lambda: sqlite.writer(path))
-    return Database(engine, str(path), False, nullcontext(), Lock(), open_lock, path=path)
+    return Database(_engine(lambda: sqlite.writer(path)), str(path), open_lock=open_lock, path=path)
+
+
+def _engine(connect: Callable[[], sqlite3.Connection], **pool: Any) -> Engine:
+    pool = pool or {"poolclass": QueuePool, "pool_size": 4, "max_overflow": 28}
+    return create_engine("sqlite://", creator=connect, **pool)
 
 
 def _in_memory(connect: Callable[[], sqlite3.Connection], place: str) -> Database:
-    lock = Lock()
-    return Database(sqlite.open_engine(connect, shared=True), place, False, lock, lock, in_memory=True)
+    """A database of one connection, which all threads take in turn."""
+    lock, engine = Lock(), _engine(connect, poolclass=StaticPool)
+    return Database(engine, place, in_memory=True, read_lock=lock, write_lock=lock)
 
 
 def database_beside(place: str | Path) -> Database:
@@ -226,7 +232,7 @@ def database_beside(place: str | Path) -> Database:
     if "://" in name:
         url, lock = postgres.parse_url(name), Lock()
         engine = postgres.open_engine(url, postgres.TEMPORARY)
-        return Database(engine, str(url), False, lock, lock, schema=postgres.TEMPORARY)
+        return Database(engine, str(url), schema=postgres.TEMPORARY, read_lock=lock, write_lock=lock)
     path = Path(name)
     family = path.with_name(path.name + ".new")
     try:
@@ -239,14 +245,13 @@ def database_beside(place: str | Path) -> Database:
         raise file_refused(error, f"{path}: nothing can be made beside it") from error
     open_lock = OpenLock(family, read_only=False)
     made = path.with_name(f"{family.name}-{secrets.token_hex(8)}")
-    engine = sqlite.open_engine(lambda: sqlite.writer(made))
-    return Database(engine, str(made), False, nullcontext(), Lock(), open_lock, path=made, temporary=True)
+    return Database(_engine(lambda: sqlite.writer(made)), str(made), open_lock=open_lock, path=made, temporary=True)
 
 
 def unguarded_file(path: Path) -> Database:
     """The database in the file `path`; the caller ensures that no process has it open."""
-    engine = sqlite.open_engine(lambda: sqlite.connect(f"file:{quote(os.fsencode(path))}?mode=rw"))
-    return Database(engine, str(path), False, nullcontext(), Lock(), path=path)
+    uri = f"file:{quote(os.fsencode(path))}?mode=rw"
+    return Database(_engine(lambda: sqlite.connect(uri)), str(path), path=path)
 
 
 def copy_into_memory(database: Database) -> Database:
@@ -305,128 +310,17 @@ def table_names(connection: Connection) -> set[str]:
     """The tables and views where the index is, or is to be."""
     if connection.dialect.name != "sqlite":
         return postgres.table_names(connection)
-    return set(connection.exec_driver_sql(sqlite.TABLES).scalars())
+    return {name for (name,) in rows(connection, sqlite.TABLES)}
 
 
 def view_names(connection: Connection) -> set[str]:
     """Those of them that are views."""
     if connection.dialect.name != "sqlite":
         return postgres.view_names(connection)
-    return set(connection.exec_driver_sql(sqlite.VIEWS).scalars())
+    return {name for (name,) in rows(connection, sqlite.VIEWS)}
 
 
-# --- statements over many keys or rows ------------------------------------------------------
-
-if TYPE_CHECKING:
-    from sqlalchemy.dialects import postgresql
-
-    Upsert: TypeAlias = SqliteInsert | postgresql.Insert
-
-
-def rows_for(
-    connection: Connection, query: Select[Any], column: ColumnElement[Any], keys: Iterable[Any]
-) -> Iterator[Row[Any]]:
-    """The rows of `query` whose `column` is one of `keys`, batch by batch."""
-    for batch in batches(sorted(set(keys)), KEYS_PER_QUERY):
-        yield from connection.execute(query.where(column.in_(batch))).all()
-
-
-@dataclass(frozen=True, eq=False)
-class KeyQuery:
-    """A question that is asked again and again with other keys; made once, when a module is imported.
-
-    Attributes:
-        query: What is asked.
-        column: Whose values the keys are.
-    """
-
-    query: Select[Any]
-    column: ColumnElement[Any]
-
-    def rows(self, connection: Connection, keys: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-        """The rows whose column is one of `keys`, as plain tuples."""
-        ordered = sorted(set(keys))
-        if not connection.dialect.positional:
-            text, named = _asking_for_array(self, connection.dialect)
-            for batch in batches(ordered, KEYS_PER_ARRAY):
-                yield from plain_rows(connection, text, {**named, _KEYS: batch})
-            return
-        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        for start in range(0, len(ordered), KEYS_PER_QUERY):
-            batch = ordered[start : start + KEYS_PER_QUERY]
-            num_keys = min(1 << (len(batch) - 1).bit_length(), KEYS_PER_QUERY)
-            (begin, end), fixed = _asking(self, connection.dialect)
-            asked = [*fixed, *batch, *[batch[-1]] * (num_keys - len(batch))]
-            yield from driver.execute(f"{begin}{', '.join('?' * num_keys)}{end}", asked).fetchall()
-
-
-@lru_cache(maxsize=64)
-def _asking(asked: KeyQuery, dialect: Dialect) -> tuple[tuple[str, str], tuple[Any, ...]]:
-    """The text of the question before and after the places of keys, and what the query itself binds before them.
-
-    Without these places: to compile a question takes a millisecond or more, so it is done once for any number of keys.
-    """
-    text, values = _compiled(asked.query.where(asked.column.op("IN")(literal_column(f"({_PLACES})"))), dialect)
-    begin, end = text.split(_PLACES)
-    return (begin, end), values
-
-
-_KEYS, _PLACES = "keys", "{keys}"
-
-
-@lru_cache(maxsize=64)
-def _asking_for_array(asked: KeyQuery, dialect: Dialect) -> tuple[str, dict[str, Any]]:
-    """The same for PostgreSQL, with one place for all keys, called `_KEYS`, and what the query itself binds."""
-    keys = bindparam(_KEYS, type_=ARRAY(asked.column.type))
-    compiled = asked.query.where(asked.column == any_(keys)).compile(dialect=dialect)
-    text = str(compiled).replace(f"%({_KEYS})s", f"%({_KEYS})b")  # as bytes: as text, digests cost six times as much
-    return text, {name: value for name, value in compiled.params.items() if name != _KEYS}
-
-
-@lru_cache(maxsize=64)
-def _text(statement: Select[Any], dialect: Dialect) -> tuple[str, tuple[Any, ...]]:
-    return _compiled(statement, dialect)
-
-
-def _compiled(statement: Select[Any], dialect: Dialect) -> tuple[str, tuple[Any, ...]]:
-    compiled = statement.compile(dialect=dialect, compile_kwargs={"render_postcompile": True})
-    return str(compiled), tuple(compiled.params[name] for name in compiled.positiontup or ())
-
-
-def rows_of(connection: Connection, statement: Select[Any]) -> Sequence[Any]:
-    """The rows of a statement without parameters that was made once, when a module was imported."""
-    if not connection.dialect.positional:
-        return connection.execute(statement).all()
-    driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-    return driver.execute(*_text(statement, connection.dialect)).fetchall()
-
-
-def insert_missing(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> int:
-    """Insert the rows whose key is not there yet; returns how many that were.
-
-    Args:
-        rows: Tuples in the order of the table's columns.
-    """
-    if not rows:
-        return 0
-    if connection.dialect.positional:  # straight to the driver: SQLAlchemy's binding costs twice the insert
-        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        count, whole = 0, len(rows) - len(rows) % _ROWS_PER_STATEMENT
-        if whole:
-            text = _inserting(table, connection.dialect, _ROWS_PER_STATEMENT)
-            for batch in batches(rows[:whole], _ROWS_PER_STATEMENT):
-                count += driver.execute(text, tuple(chain.from_iterable(batch))).rowcount
-        if whole < len(rows):
-            count += driver.executemany(_inserting(table, connection.dialect, 1), rows[whole:]).rowcount
-        return count
-    if len(rows) >= _ROWS_TO_COPY and postgres.copy_new(connection, table, rows):
-        return len(rows)
-    text, count = postgres.inserting(table, connection.dialect), 0
-    for batch in batches(rows, _ROWS_PER_INSERT):
-        arrays = tuple(map(list, zip(*batch, strict=True)))
-        count += connection.exec_driver_sql(text, arrays).rowcount
-    return count
-
+# --- statements over many rows ----------------------------------------------------------------
 
 _ROWS_PER_INSERT = 10_000
 _ROWS_TO_COPY = 1_000
@@ -434,50 +328,65 @@ _ROWS_PER_STATEMENT = 32
 """Measured: a row costs SQLite's driver a quarter less than one by one, and 100 are no better."""
 
 
+def insert_missing(connection: Connection, table: Table, new: Iterable[tuple[Any, ...]]) -> int:
+    """Insert the rows whose key is not there yet; returns how many that were.
+
+    Args:
+        new: Tuples in the order of the table's columns, any number: some are taken at a time.
+    """
+    rest, count = iter(new), 0
+    while some := list(islice(rest, _ROWS_PER_INSERT)):
+        count += _insert(connection, table, some)
+    return count
+
+
+def _insert(connection: Connection, table: Table, new: Sequence[tuple[Any, ...]]) -> int:
+    driver = sqlite_driver(connection)
+    if driver is not None:
+        count, whole = 0, len(new) - len(new) % _ROWS_PER_STATEMENT
+        for batch in batches(new[:whole], _ROWS_PER_STATEMENT):
+            text = _inserting(table, _ROWS_PER_STATEMENT)
+            count += driver.execute(text, tuple(chain.from_iterable(batch))).rowcount
+        if whole < len(new):
+            count += driver.executemany(_inserting(table, 1), new[whole:]).rowcount
+        return count
+    if len(new) >= _ROWS_TO_COPY and postgres.copy_new(connection, table, new):
+        return len(new)
+    arrays = tuple(map(list, zip(*new, strict=True)))
+    return connection.exec_driver_sql(postgres.inserting(table, connection.dialect), arrays).rowcount
+
+
+def columns_of(table: Table) -> str:
+    """The names of all columns, in SQL."""
+    return ", ".join(f'"{column.name}"' for column in table.columns)
+
+
 @lru_cache(maxsize=128)
-def _inserting(table: Table, dialect: Dialect, num_rows: int) -> str:
-    """The text of the insert; to compile it costs as much as to insert a few rows."""
-    text = str(sqlite_insert(table).on_conflict_do_nothing().compile(dialect=dialect))
+def _inserting(table: Table, num_rows: int) -> str:
     row = f"({', '.join('?' * len(table.columns))})"
-    return text.replace(f"VALUES {row}", f"VALUES {', '.join([row] * num_rows)}")
-
-
-def insert_into(connection: Connection, table: Table) -> Upsert:
-    """An INSERT of the connection's dialect, which knows ON CONFLICT."""
-    if connection.dialect.name == "postgresql":
-        from sqlalchemy.dialects import postgresql  # costs 20 ms, which `log` on SQLite need not pay
-
-        return postgresql.insert(table)
-    return sqlite_insert(table)
+    return f"INSERT INTO {table.name} ({columns_of(table)}) VALUES {', '.join([row] * num_rows)} ON CONFLICT DO NOTHING"
 
 
 def upsert(connection: Connection, table: Table, row: tuple[Any, ...]) -> None:
     """Insert `row`, a tuple in the order of the table's columns, or replace what is stored under its key."""
-    if connection.dialect.positional:
-        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        driver.execute(_replacing(table, connection.dialect), row)
-    else:
-        names = [column.name for column in table.columns]
-        connection.execute(_upserting(insert_into(connection, table), table), dict(zip(names, row, strict=True)))
+    names = [column.name for column in table.columns]
+    change(connection, _upserting(table), **dict(zip(names, row, strict=True)))
 
 
 @lru_cache(maxsize=16)
-def _replacing(table: Table, dialect: Dialect) -> str:
-    return str(_upserting(sqlite_insert(table), table).compile(dialect=dialect))
-
-
-def _upserting(insert: Upsert, table: Table) -> Upsert:
-    keys = sorted(column.name for column in table.primary_key)
-    changes = {column.name: insert.excluded[column.name] for column in table.columns if column.name not in keys}
-    return insert.on_conflict_do_update(index_elements=keys, set_=changes)
+def _upserting(table: Table) -> str:
+    names = [column.name for column in table.columns]
+    keys = [column.name for column in table.primary_key]
+    changes = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
+    return (
+        f"INSERT INTO {table.name} ({columns_of(table)}) VALUES ({', '.join(f':{name}' for name in names)}) "
+        f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changes}"
+    )
 
 
 # --- temporary tables of numbers --------------------------------------------------------------
 
 _SCRATCH = MetaData()
-
-OBJECTS_BY_ID = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
-"""Id, number and kind of objects."""
 
 
 def number_table(name: str, *columns: Column[Any]) -> Table:
@@ -524,20 +433,9 @@ def scratch_tables(connection: Connection, *tables: Table) -> Iterator[None]:
         connection.execute(DropTable(table))
 
 
-def execute(connection: Connection, sql: str, **values: Any) -> int:
-    """Run a statement; returns how many rows it changed."""
-    return connection.execute(text(sql), values).rowcount
-
-
 def fill_numbers(connection: Connection, table: Table, digests: Iterable[bytes]) -> list[bytes]:
     """Put the numbers of `digests` into `table`; returns those that are in no known pack."""
     wanted = set(digests)
-    known = set()
-    numbers = []
-    for digest, number, kind in OBJECTS_BY_ID.rows(connection, wanted):
-        numbers.append((number,))
-        if kind != UNKNOWN_KIND:
-            known.add(digest)
-    for batch in batches(sorted(numbers), _ROWS_PER_INSERT):
-        insert_missing(connection, table, batch)
-    return sorted(wanted - known)
+    found = list(objects_by_id(connection, wanted))
+    insert_missing(connection, table, sorted((number,) for _, number, _ in found))
+    return sorted(wanted.difference(digest for digest, _, kind in found if kind != UNKNOWN_KIND))

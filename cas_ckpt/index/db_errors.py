@@ -1,4 +1,4 @@
-"""What to raise when a database, or the operating system below it, refuses.
+"""Errors for what a database, or the operating system below it, refuses.
 
 Invariant: no error of SQLAlchemy, of sqlite3 or of a PostgreSQL driver leaves the index room.
 Must not know: which question was being asked.
@@ -113,10 +113,10 @@ _REFUSED_CONNECTION = {
 
 
 UNREADABLE = (TypeError, ValueError, AttributeError, LookupError)
-"""What reading a row raises that the index cannot have written: NULL, an unknown kind, text that is not JSON."""
+"""Raised by reading a row that the index cannot have written: NULL, an unknown kind, text that is not JSON."""
 
 REFUSED = (SQLAlchemyError, sqlite3.Error, UnicodeError, OverflowError)
-"""What a statement raises that the database refused."""
+"""Raised by a statement that the database refused."""
 
 
 @contextmanager
@@ -161,7 +161,7 @@ _PROTOCOL = "08P01"
 """Of a query with $1 in it, for which there is no value."""
 
 _OF_THE_DRIVER = frozenset({"ProgrammingError", "DataError", "NotSupportedError"})
-"""What a driver refuses by itself: parameters, several statements, text that the database cannot hold."""
+"""Errors that a driver raises by itself: parameters, several statements, text that the database cannot hold."""
 
 _NOT_SQL = re.compile(r"^near .*: syntax error$|^incomplete input$")
 

@@ -1,4 +1,4 @@
-"""What states hold, as people see it: every entry, some, or one, from the rows of their nodes.
+"""The contents of states, as people see them: every entry, some, or one, from the rows of their nodes.
 
     1. containers are opened level by level (trees.py), only those below which something wanted may be
     2. what they list is put together: each container under its key, with what it lists and the containers in it
@@ -16,13 +16,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_of
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
-from cas_ckpt.index.schema import SPECS, TENSORS
+from cas_ckpt.index.statements import objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import (
     CHILD,
     CONTAINER,
@@ -50,8 +49,8 @@ from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import CONTAINER_KINDS, KIND_OF_FLAVOR, RANKS, Flavor, parse_key, render_key, render_name
 
-_SPECS = KeyQuery(select(SPECS.c.spec_id, SPECS.c.dtype, SPECS.c.shape, SPECS.c.num_bytes), SPECS.c.spec_id)
-_CELLS = KeyQuery(select(TENSORS.c.object_id, TENSORS.c.spec_id, TENSORS.c.cell), TENSORS.c.object_id)
+_SPECS = "SELECT s.spec_id, s.dtype, s.shape, s.num_bytes FROM t_specs s"
+_CELLS = "SELECT t.object_id, t.spec_id, t.cell FROM t_tensors t WHERE t.object_id {keys}"
 _KINDS = [KIND_OF_FLAVOR[flavor] for flavor in FLAVORS]
 _PLAIN = FLAVORS.index(Flavor.VALUE)
 _TENSOR, _CHUNK, _VALUE = map(int, (EntryForm.TENSOR, EntryForm.CHUNK, EntryForm.VALUE))
@@ -77,7 +76,7 @@ def manifest(connection: Connection, root: bytes, keys: KeyPatterns | None = Non
 
 
 def entry(connection: Connection, root: bytes, key: str) -> ListedEntry:
-    """What is under `key`: a tensor, value or container. The bytes of a container are those of all tensors below it.
+    """The entry under `key`: a tensor, value or container. The bytes of a container are those of all tensors below it.
 
     Raises:
         NotFoundError: there is no such entry; names the longest part of the key that is there.
@@ -92,7 +91,7 @@ def entry(connection: Connection, root: bytes, key: str) -> ListedEntry:
 
 
 class Sum(NamedTuple):
-    """What is below a top-level name: entries as lists show them, how many of them are tensors, and plain bytes."""
+    """Sums of a top-level name: entries as lists show them, how many of them are tensors, and plain bytes."""
 
     num_entries: int
     num_tensors: int
@@ -169,7 +168,7 @@ def is_container(connection: Connection, digest: bytes) -> bool:
     Raises:
         RowsMissingError: the index knows too little of it.
     """
-    number, kind = next(((number, kind) for _, number, kind in OBJECTS_BY_ID.rows(connection, [digest])), (0, 0))
+    number, kind = next(((number, kind) for _, number, kind in objects_by_id(connection, [digest])), (0, 0))
     return kind == ObjectKind.TREE and not read_trees(connection, [number])[number].is_entry
 
 
@@ -276,7 +275,8 @@ def _read_cells(
     connection: Connection, numbers: Collection[int | None]
 ) -> dict[int | None, tuple[int, tuple[int, ...]]]:
     """Number of a tensor node -> number of its dtype and shape, sizes of a full cell."""
-    found = {number: (spec, tuple(json.loads(cell))) for number, spec, cell in _CELLS.rows(connection, numbers)}
+    rows = rows_by_key(connection, _CELLS, numbers)
+    found = {number: (spec, tuple(json.loads(cell))) for number, spec, cell in rows}
     if len(found) < len(numbers):
         missing = [number for number in numbers if number is not None and number not in found]
         raise RowsMissingError(read_digests(connection, missing).values())
@@ -305,7 +305,7 @@ class _Container:
 
     @property
     def prefix(self) -> str:
-        """What the keys of its entries begin with."""
+        """The beginning of the keys of its entries."""
         return f"{self.key}/" if self.key else ""
 
 
@@ -332,8 +332,8 @@ def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatt
         opened = _opened(connection, level)
         total += sum(map(len, opened))
         check_entries(total, "the tree of a state stands")
-        for (container, wanted), rows in zip(level, opened, strict=True):
-            container.rows = rows if wanted is None else [row for row in rows if _may_match(container, row, wanted)]
+        for (container, wanted), listed in zip(level, opened, strict=True):
+            container.rows = listed if wanted is None else [row for row in listed if _may_match(container, row, wanted)]
             inside = [row for row in container.rows if row[FORM] == CONTAINER]
             prefix, tree = container.prefix, container.tree
             container.below = [_Container(prefix + row[NAME], row[CHILD] or 0, tree) for row in inside]
@@ -354,7 +354,7 @@ def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatt
 
 
 def _opened(connection: Connection, level: _Level) -> list[Sequence[Row]]:
-    """What the containers of a level list, as far as it may be wanted; each node is read once."""
+    """The rows of the containers of a level, as far as it may be wanted; each node is read once."""
     names = [ANY_NAME if wanted is None else wanted.names_in(container.key) for container, wanted in level]
     groups: dict[Names, dict[int, Tree]] = {}
     for (container, _), each in zip(level, names, strict=True):
@@ -393,13 +393,14 @@ Specs: TypeAlias = Mapping[int | None, tuple[Spec, int]]
 
 
 def read_specs(connection: Connection, numbers: Iterable[int | None]) -> Specs:
-    """What these numbers in `t_entries.spec_id` mean."""
-    return _specs(_SPECS.rows(connection, {number for number in numbers if number is not None}))
+    """The dtypes and shapes of these numbers in `t_entries.spec_id`."""
+    wanted = {number for number in numbers if number is not None}
+    return _specs(rows_by_key(connection, f"{_SPECS} WHERE s.spec_id {{keys}}", wanted))
 
 
 def read_all_specs(connection: Connection) -> Specs:
     """All dtypes and shapes, and lengths of values, that were ever stored."""
-    return _specs(rows_of(connection, _SPECS.query))
+    return _specs(rows(connection, _SPECS))
 
 
 def _specs(rows: Iterable[Any]) -> Specs:
@@ -415,7 +416,7 @@ What: TypeAlias = tuple[str, str | None, tuple[int, ...] | None, int]
 
 
 class Shown:
-    """What is shown of rows besides their keys; those that are alike are looked at once.
+    """Kind, dtype, shape and bytes of rows as they are shown; those that are alike are looked at once.
 
     Attributes:
         known: (form, number of dtype and shape) -> what it is.
@@ -426,7 +427,7 @@ class Shown:
         self.known: dict[tuple[int, int | None], What] = {}
 
     def of(self, form: int, spec_id: int | None) -> What:
-        """What an entry is that is not a container."""
+        """Kind, dtype, shape and bytes of an entry that is not a container."""
         known = self.known.get((form, spec_id))
         if known is not None:
             return known

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 
 from cas_ckpt.arguments import some_of
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
-from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
 from cas_ckpt.index.rows import ListedEntry
-from cas_ckpt.index.statements import rows_by_key
+from cas_ckpt.index.statements import objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import (
     CHILD,
     CONTAINER,
@@ -39,6 +38,7 @@ from cas_ckpt.index.trees import (
     Place,
     Row,
     Tree,
+    climb,
     open_places,
     read_digests,
     read_trees,
@@ -199,7 +199,6 @@ _LONG_VALUES = "uint8"
 """Dtype under which plain values are stored that are too long for their container; lists do not show it."""
 
 _LISTING = "SELECT DISTINCT s.node_id FROM t_node_specs s WHERE s.spec_id {keys}"
-_PARENTS = "SELECT DISTINCT e.parent_id FROM t_edges e WHERE e.child_id {keys}"
 _CONTAINERS = {f"kind{at}": kind for at, kind in enumerate(sorted(CONTAINER_KINDS))}
 _COMPOSITES = (
     f"SELECT t.node_id FROM t_trees t WHERE t.kind NOT IN ('', {', '.join(f':{name}' for name in _CONTAINERS)})"
@@ -246,8 +245,8 @@ class _Search:
         if of_spec or wanted.min_bytes or wanted.max_bytes is not None:
             self._choose_specs(specs, rare=climbs and (of_spec or bool(wanted.min_bytes)))
         if wanted.holding is not None:
-            number = next((number for _, number, _ in OBJECTS_BY_ID.rows(connection, [wanted.holding])), None)
-            self._holding = set() if number is None else _climb(connection, {number})
+            number = next((number for _, number, _ in objects_by_id(connection, [wanted.holding])), None)
+            self._holding = set() if number is None else climb(connection, {number})
             self.above = self._holding if self.above is None else self.above & self._holding
             self.is_exact = False
 
@@ -265,9 +264,9 @@ class _Search:
         if len(chosen) <= _MOST_SPECS:
             self._leaves = f"e.spec_id IN ({', '.join(map(str, chosen)) or 'NULL'})"
         if rare:
-            parts = {number for (number,) in self._connection.execute(text(_COMPOSITES), _CONTAINERS)}
+            parts = {number for (number,) in rows(self._connection, _COMPOSITES, **_CONTAINERS)}
             nodes = {number for (number,) in rows_by_key(self._connection, _LISTING, chosen)}
-            self.above = _climb(self._connection, nodes | parts)
+            self.above = climb(self._connection, nodes | parts)
             self.is_exact = not (parts or unclear or wanted.keys)
 
     def levels(self, places: Collection[Place]) -> Iterator[dict[Place, _Listed]]:
@@ -281,8 +280,8 @@ class _Search:
             _check_found(total + ahead.num_below(places))
             opened = open_places(self._connection, places, trees, self._matcher, leaves=self._leaves, within=self.above)
             level: dict[Place, _Listed] = {}
-            for place, rows in opened:
-                level[place] = listed = self._listed(place[0], rows)
+            for place, own in opened:
+                level[place] = listed = self._listed(place[0], own)
                 total += len(listed.matches) + len(listed.inside)
                 _check_found(total)
             trees = read_trees(self._connection, {number for listed in level.values() for _, number in listed.inside})
@@ -339,12 +338,3 @@ def _require_dtype(wanted: str, known: Collection[str]) -> None:
     if not any(_is_dtype(dtype, wanted) for dtype in known):
         names = some_of(sorted(known))
         raise NotFoundError(f"no tensor has the dtype {shown_value(wanted)}: there are {names}")
-
-
-def _climb(connection: Connection, numbers: Collection[int]) -> set[int]:
-    """These objects and all nodes that lead to them; each edge is looked at once."""
-    found = news = set(numbers)
-    while news:
-        news = {parent for (parent,) in rows_by_key(connection, _PARENTS, news)} - found
-        found = found | news
-    return found

@@ -1,8 +1,17 @@
-"""`Index`: the index of one repository, open: its transactions, its packs, and which store it is about.
+"""`Index`: the index of one repository, open: its transactions, packs, and schema; and one in the place of another.
 
 Questions are functions over a connection, in the modules of this room: `index.read(contents.known, digests)` asks
 one, `index.write(meta.write_refs, refs)` changes something. What takes several transactions is a function over
 the index itself (`history.log`, `liveness.living`, `liveness.freed`).
+
+An index that was made anew takes the place of another in one step (`replace_rows`, `replace_file`):
+
+    1. it is made beside: a file next to the other, temporary tables of PostgreSQL, or memory
+    2. in one transaction of both it catches up with the store, and its rows replace the other's
+    3. a file that is damaged cannot be written any more: it is replaced as a whole, while no process has it open
+
+Readers see the rows of before or those of after, whatever dies on the way, and every pack that is in the store at step
+2 is known afterwards. What packs do not hold (`schema.REMEMBERED`) stays.
 
 Invariant: safe to call from any thread; raises only errors of cas_ckpt.errors. Alembic is imported only when a schema
 is to be made or upgraded, so that `log` starts fast. Knows nothing of the store: the
@@ -12,27 +21,57 @@ handle above compares `packs()` with what the store lists and calls `add_packs` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, MetaData, Select, Table, delete, select
 
 import cas_ckpt
 from cas_ckpt.errors import (
+    CkptError,
+    ConflictError,
     CorruptionError,
     InternalError,
     NotFoundError,
     PermissionDeniedError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents, meta, postgres
-from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database, table_names, upsert
-from cas_ckpt.index.db_errors import REBUILD
+from cas_ckpt.index import contents, meta, postgres, restores
+from cas_ckpt.index.candidates import EXAMINED
+from cas_ckpt.index.database import (
+    Database,
+    copy_into_memory,
+    database_beside,
+    discard_database,
+    insert_missing,
+    open_database,
+    table_names,
+    unguarded_file,
+    unlink_files,
+    upsert,
+)
+from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.rows import REVISIONS, PackRecord, RefRow
-from cas_ckpt.index.schema import META, REFS, VERSION_TABLE, VIEWS_VERSION, refuse_foreign
+from cas_ckpt.index.schema import (
+    META,
+    METADATA,
+    PACKS,
+    REFS,
+    REMEMBERED,
+    SCRUBS,
+    VERSION_TABLE,
+    VIEWS_VERSION,
+    former_name,
+    refuse_foreign,
+)
+from cas_ckpt.index.sqlite import while_closed
+from cas_ckpt.index.statements import change, rows
 from cas_ckpt.uncopied import Uncopied
 
 SOON_S = 5.0
@@ -295,7 +334,7 @@ def read_revision(connection: Connection, place: str) -> str | None:
         refuse_foreign(names, place)
         return None
     refuse_foreign(names, place)
-    found: str | None = connection.execute(select(VERSION_TABLE.c.version_num)).scalar()
+    found = next((found for (found,) in rows(connection, f"SELECT version_num FROM {VERSION_TABLE.name}")), None)
     if found is not None and found not in REVISIONS:
         raise UnsupportedVersionError(
             f"index {place}: wanted schema {REVISIONS[-1]} or older, found {found!r}; upgrade cas_ckpt, "
@@ -348,3 +387,198 @@ def migrations_folder() -> Path:
     raise InternalError(
         f"the migrations of the index are in neither {package} nor {package.parent}; reinstall cas-ckpt"
     )
+
+
+# --- one index in the place of another -----------------------------------------------------------
+
+_DERIVED_KEYS = (EXAMINED, meta.MADE, meta.NEWER, meta.BEHIND)
+"""Those of `meta` that follow from packs."""
+
+_SQLITE_MAGIC = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The packs that an index lacks, and the names of packs that went."""
+
+    come: Sequence[PackRecord] = ()
+    gone: Iterable[str] = ()
+
+
+CatchUp: TypeAlias = Callable[[Mapping[str, int]], Change]
+"""From pack -> size, as the index knows them, to what the store has otherwise by now."""
+
+
+def index_beside(place: str | Path, *, store_id: str) -> Index:
+    """An empty index next to `place`, to be filled and to take its place; closing it removes it.
+
+    Raises:
+        PermissionDeniedError, OutOfSpaceError: it cannot be made there.
+    """
+    return Index.over(database_beside(place), store_id=store_id)
+
+
+def beside(index: Index) -> Index:
+    """The same next to an index that is open."""
+    return index_beside(index._database.address, store_id=index.store_id)
+
+
+def may_replace(index: Index) -> bool:
+    """Whether `replace_rows` may write `index`: of a shared one, writers add rows, and only maintainers drop them."""
+    if index.read_only or not index.is_shared:
+        return not index.read_only
+    return index.read(lambda asked: bool(rows(asked, f"SELECT has_table_privilege('{PACKS.name}', 'DELETE')")[0][0]))
+
+
+def replace_rows(index: Index, made: Index, catch_up: CatchUp) -> None:
+    """Put the rows of `made` in the place of those of `index`, which any number of processes may be using.
+
+    Args:
+        catch_up: Called once, while no other process can write: it should be quick.
+    Raises:
+        CorruptionError: `index` is damaged, and stays as it is.
+        PermissionDeniedError, OutOfSpaceError: it cannot be written.
+    """
+    damage = index.read(disorder)
+    if damage:
+        raise CorruptionError(f"index {index.place}: {'; '.join(damage[:3])}; {REBUILD}")
+    old, new = index._database, made._database
+    if old.in_memory:
+        with old.writing() as connection:
+            _follow_alone(new, catch_up)
+            _copy(new, connection)
+        return
+    with new.writing_both(old) as (connection, own, other):
+        _follow(connection, catch_up)
+        _replace(connection, own, other)
+
+
+def disorder(connection: Connection) -> list[str]:
+    """Damage of SQLite's pages, or of its definitions of tables and views; empty for PostgreSQL."""
+    from cas_ckpt.index.views import VIEWS  # as Alembic: not when an index is opened
+
+    if connection.dialect.name != "sqlite":
+        return []
+    found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(10)")]
+    if found != ["ok"]:
+        return found
+    found = []
+    for table in METADATA.sorted_tables:  # a damaged name goes unnoticed unless that column is read
+        there = {row[1] for row in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
+        found += [f"{table.name} has no {column.name}" for column in table.columns if column.name not in there]
+    if meta.views_version(connection) == VIEWS_VERSION:
+        views = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'view'")
+        texts = {view.name: view.sql for view in views}
+        found += [f"the view {view.name} is another" for view in VIEWS if texts.get(view.name) != view.text("sqlite")]
+    return found
+
+
+def replace_file(path: Path, made: Index, catch_up: CatchUp, *, only_sqlite: bool) -> None:
+    """Put the file of `made` in the place of the one at `path`, in whatever state that is; `made` is closed.
+
+    Args:
+        only_sqlite: Refuse to replace a file that does not begin as those of SQLite do.
+    Raises:
+        ConflictError: a process has it open, or it is not a database; it stays as it is.
+    """
+    source = made._database.path
+    if source is None:
+        raise CorruptionError(f"index {path}: it is not a file, so it cannot be replaced")
+    try:
+        with while_closed(path):
+            if only_sqlite:
+                _require_sqlite(path)
+            _follow_alone(made._database, catch_up)
+            _bring_remembered(path, made)
+            made._database.engine.dispose()  # folds the log into the file, synced
+            unlink_files(path)
+            os.replace(source, path)
+    except OSError as error:
+        raise file_refused(error, f"{path}: cannot be replaced") from error
+    finally:
+        made.close()
+
+
+def _require_sqlite(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(len(_SQLITE_MAGIC))
+    if head not in (b"", _SQLITE_MAGIC):
+        raise ConflictError(f"index {path}: it is not a database of SQLite, so it stays as it is: move it away first")
+
+
+def _follow_alone(database: Database, catch_up: CatchUp) -> None:
+    with database.writing() as connection:
+        _follow(connection, catch_up)
+
+
+def _follow(connection: Connection, catch_up: CatchUp) -> None:
+    missing = catch_up(contents.pack_sizes(connection))
+    contents.drop_packs(connection, missing.gone)
+    contents.add_packs(connection, missing.come)
+
+
+def _replace(connection: Connection, own: str, other: str) -> None:
+    """Both have the tables that the migrations make, so that their columns are in the same order."""
+    for table in METADATA.sorted_tables:
+        if table not in REMEMBERED:
+            change(connection, f"DELETE FROM {other}.{table.name}")
+            change(connection, f"INSERT INTO {other}.{table.name} SELECT * FROM {own}.{table.name}")
+    keys = ", ".join(f"'{key}'" for key in _DERIVED_KEYS)
+    change(connection, f"DELETE FROM {other}.t_meta WHERE key IN ({keys})")
+    change(connection, f"INSERT INTO {other}.t_meta SELECT * FROM {own}.t_meta WHERE key IN ({keys})")
+    change(connection, f"INSERT INTO {other}.t_meta VALUES ('{meta.MADE}', '{secrets.token_hex(8)}')")
+    change(connection, f"DELETE FROM {other}.t_scrubs WHERE pack NOT IN (SELECT name FROM {other}.t_packs)")
+
+
+def _copy(source: Database, target: Connection) -> None:
+    """The same, row by row, where no connection sees both."""
+    with source.reading() as connection:
+        for table in METADATA.sorted_tables:
+            if table not in REMEMBERED:
+                target.execute(delete(table))
+                insert_missing(target, table, [tuple(row) for row in connection.execute(select(table))])
+        derived = META.c.key.in_(_DERIVED_KEYS)
+        target.execute(delete(META).where(derived))
+        insert_missing(target, META, [tuple(row) for row in connection.execute(select(META).where(derived))])
+    meta.write_meta(target, meta.MADE, secrets.token_hex(8))
+
+
+def _bring_remembered(path: Path, made: Index) -> None:
+    """Copy what can still be read of the old file, was about the same store, and is in no pack.
+
+    Raises:
+        OutOfSpaceError, StorageError: it cannot be written; then the old file must stay.
+    """
+    old = unguarded_file(path)
+    try:
+        before = _older_tables() if _is_older(old) else {table: table for table in REMEMBERED}
+        key = before[META].c.key
+        store = _readable(old, select(before[META].c.value).where(key == meta.STORE))
+        for table, kept in before.items() if store == [(made.store_id,)] else ():
+            query = select(kept)
+            left = _readable(old, query.where(key.not_in((meta.STORE, *_DERIVED_KEYS))) if table is META else query)
+            with suppress(CorruptionError), made._database.writing() as target:  # rows that no table takes
+                insert_missing(target, table, left)
+        with made._database.writing() as target:
+            restores.drop_incomplete(target)  # each table was read for itself
+    finally:
+        old.engine.dispose()
+
+
+def _is_older(old: Database) -> bool:
+    """Whether it is of a revision in which tables had their former names, as far as that can be read."""
+    with suppress(CkptError), old.reading() as connection:
+        return META.name not in table_names(connection)
+    return False
+
+
+def _older_tables() -> dict[Table, Table]:
+    """Tables that revisions before 0004 had in the form of today -> how they were called."""
+    return {table: table.to_metadata(MetaData(), name=former_name(table)) for table in (META, REFS, SCRUBS)}
+
+
+def _readable(old: Database, query: Select[Any]) -> list[tuple[Any, ...]]:
+    """The rows of a damaged index, none if they cannot be read: what is lost of them is lost already."""
+    with suppress(CkptError), old.reading() as connection:
+        return [tuple(row) for row in connection.execute(query)]
+    return []

@@ -17,51 +17,42 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, exists, func, select
+from sqlalchemy import ColumnElement, Connection, Table, exists, func, select
 
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.index.candidates import covers
+from cas_ckpt.index.candidates import Extent, covers
 from cas_ckpt.index.contents import PARTIAL, location_row, rows_of_commit
-from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_for, upsert
+from cas_ckpt.index.database import columns_of, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.layouts import layout_differs
-from cas_ckpt.index.manifests import content_rows, read_specs, spec_row, specs_in
-from cas_ckpt.index.meta import MADE, read_meta, views_version
-from cas_ckpt.index.promises import promised_numbers
+from cas_ckpt.index.liveness import promised_numbers
+from cas_ckpt.index.manifests import OF_LAYOUTS, content_rows, layout_differs, read_specs, spec_row, specs_in
+from cas_ckpt.index.meta import MADE, read_meta
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import (
     COMMIT_TEXTS,
     COMMITS,
-    DIVISION_AXES,
-    DIVISION_BOXES,
-    DIVISIONS,
     EDGES,
     ENTRIES,
-    LAYOUT_ALIASES,
-    LAYOUT_AXES,
-    LAYOUT_MESHES,
     LAYOUTS,
     LINEAGE,
     LOCATIONS,
-    METADATA,
     METRICS,
     MORE_PARENTS,
     NODE_SPECS,
     NOWHERE,
     OBJECTS,
     PACKS,
-    PLACEMENTS,
     RAW_NAMES,
     SCRUBS,
     SPECS,
     TENSORS,
     TREES,
     VALUES,
-    VIEWS_VERSION,
 )
-from cas_ckpt.index.statements import batches
+from cas_ckpt.index.statements import batches, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.texts import storable
+from cas_ckpt.index.trees import climb, read_digests
 from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.spec import Spec
@@ -71,9 +62,10 @@ _Numbers: TypeAlias = Mapping[bytes, int]
 UNKNOWN = "the index does not know it"
 """Returned by `differences` for a pack without rows: the index is behind."""
 
-_ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
-_PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
-_EDGES = KeyQuery(select(EDGES.c.parent_id, EDGES.c.child_id), EDGES.c.parent_id)
+
+def _all_of(connection: Connection, table: Table, column: str, keys: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """All columns of the rows of `table` whose `column` is one of `keys`."""
+    return rows_by_key(connection, f"SELECT {columns_of(table)} FROM {table.name} WHERE {column} {{keys}}", keys)
 
 
 def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[str, str]:
@@ -83,7 +75,7 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
         records: As the packs have them. Nodes that cannot be read may be left out of `edges` and `commits`.
     """
     names = {record.name: record for record in records}
-    known = {row.name: row for row in rows_for(connection, select(PACKS), PACKS.c.name, names)}
+    known = {name: (number, said) for number, name, *said, _ in _all_of(connection, PACKS, "name", names)}
     present = [record for record in records if record.name in known]
     found: dict[str, list[str]] = {record.name: [] for record in records}
     for record in records:
@@ -91,22 +83,22 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
             found[record.name].append(UNKNOWN)
     wanted = {bytes(entry.digest) for record in present for entry in record.entries}
     wanted.update(child for record in present for _, children in record.edges for child in children)
-    objects = list(OBJECTS_BY_ID.rows(connection, wanted))
+    objects = list(objects_by_id(connection, wanted))
     numbers = {digest: number for digest, number, _ in objects}
     kinds = {digest: kind for digest, _, kind in objects}
     edges: dict[int, set[int]] = {}
     parents = {numbers[parent] for record in present for parent, _ in record.edges if parent in numbers}
-    for parent, child in _EDGES.rows(connection, parents):
+    for parent, child in _all_of(connection, EDGES, "parent_id", parents):
         edges.setdefault(parent, set()).add(child)
-    rows: dict[int, set[tuple[Any, ...]]] = {}
-    for location in _ROWS.rows(connection, [known[record.name].pack_id for record in present]):
-        rows.setdefault(location[_PACK_ID], set()).add(location)
+    locations: dict[int, set[tuple[Any, ...]]] = {}
+    for location in _all_of(connection, LOCATIONS, "pack_id", [known[record.name][0] for record in present]):
+        locations.setdefault(location[1], set()).add(location)
     for record in present:
-        row = known[record.name]
+        number, said = known[record.name]
         say = found[record.name]
-        if (row.kind, row.size_bytes, row.num_entries) != (int(record.kind), record.size_bytes, len(record.entries)):
+        if said != [int(record.kind), record.size_bytes, len(record.entries)]:
             say.append("kind, size or number of entries differ")
-        say += _compare_rows(record, rows.get(row.pack_id, set()), row.pack_id, numbers)
+        say += _compare_rows(record, locations.get(number, set()), number, numbers)
         wrong = sum(kinds.get(entry.digest, entry.kind) != entry.kind for entry in record.entries)
         if wrong:
             say.append(f"{wrong} objects are of another kind")
@@ -123,55 +115,22 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
     return {name: "; ".join(what) for name, what in found.items() if what}
 
 
-def disorder(connection: Connection) -> list[str]:
-    """Damage of SQLite's pages, or of its definitions of tables and views; empty for PostgreSQL."""
-    from cas_ckpt.index.views import VIEWS  # as Alembic: not when an index is opened
-
-    if connection.dialect.name != "sqlite":
-        return []
-    found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(10)")]
-    if found != ["ok"]:
-        return found
-    found = []
-    for table in METADATA.sorted_tables:  # a damaged name goes unnoticed unless that column is read
-        there = {row[1] for row in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
-        found += [f"{table.name} has no {column.name}" for column in table.columns if column.name not in there]
-    if views_version(connection) == VIEWS_VERSION:
-        views = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'view'")
-        texts = {view.name: view.sql for view in views}
-        found += [f"the view {view.name} is another" for view in VIEWS if texts.get(view.name) != view.text("sqlite")]
-    return found
-
-
-def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:
+def _compare_rows(record: PackRecord, there: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:
     wanted = {location_row(numbers.get(entry.digest, NOWHERE), pack_id, entry) for entry in record.entries}
-    if wanted == rows:
+    if wanted == there:
         return []
-    places = {row[:3] for row in rows}
-    missing = {row for row in wanted - rows if row[:3] not in places}
-    extra = {row[:3] for row in rows - wanted} - {row[:3] for row in wanted}
-    different = len(wanted - rows) - len(missing)
+    places = {row[:3] for row in there}
+    missing = {row for row in wanted - there if row[:3] not in places}
+    extra = {row[:3] for row in there - wanted} - {row[:3] for row in wanted}
+    different = len(wanted - there) - len(missing)
     return [f"rows of entries: {len(missing)} missing, {len(extra)} too many, {different} different"]
 
 
-_COUNTED = (
-    select(NODE_SPECS)
-    .join(ENTRIES, (ENTRIES.c.spec_id == NODE_SPECS.c.spec_id) & (ENTRIES.c.node_id == NODE_SPECS.c.node_id))
-    .distinct()
-)
+_COUNTED = """
+    SELECT DISTINCT s.spec_id, s.node_id, s.num_entries FROM t_node_specs s
+    JOIN t_entries e ON e.spec_id = s.spec_id AND e.node_id = s.node_id WHERE e.node_id {keys}
+"""
 """There is no way into this table by node."""
-
-_CONTENTS = {
-    TREES: (KeyQuery(select(TREES), TREES.c.node_id), 0),
-    ENTRIES: (KeyQuery(select(ENTRIES), ENTRIES.c.node_id), 0),
-    RAW_NAMES: (KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id), 0),
-    NODE_SPECS: (KeyQuery(_COUNTED, ENTRIES.c.node_id), 1),
-    TENSORS: (KeyQuery(select(TENSORS), TENSORS.c.object_id), 0),
-}
-"""Tables of what nodes say -> how the rows of nodes are asked for, and where the number of the node is in them."""
-
-_SPECS = KeyQuery(select(SPECS), SPECS.c.spec_id)
-_VALUES = KeyQuery(select(VALUES), VALUES.c.data)
 
 
 def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numbers) -> Iterable[str]:
@@ -188,15 +147,17 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
     nodes = {numbers.get(digest, NOWHERE) for digest, _ in record.contents}
     named = [digest for digest, _ in record.contents] + [child for _, children in record.edges for child in children]
     rows_of_record = content_rows([record], {digest: numbers.get(digest, NOWHERE) for digest in named}, specs)
-    for table, (question, place) in _CONTENTS.items():
-        rows = set(rows_of_record[table])
-        wrong = {row[place] for row in rows.symmetric_difference(question.rows(connection, nodes))}
+    for table in (TREES, ENTRIES, RAW_NAMES, TENSORS, NODE_SPECS):
+        place = int(table is NODE_SPECS)  # of the number of the node
+        column = next(iter(table.columns)).name
+        there = rows_by_key(connection, _COUNTED, nodes) if place else _all_of(connection, table, column, nodes)
+        wrong = {row[place] for row in set(rows_of_record[table]).symmetric_difference(there)}
         if wrong:
             yield f"the rows of {len(wrong)} nodes in {table.name} differ"
     values = set(rows_of_record[VALUES])
-    if not values.issubset(_VALUES.rows(connection, {row[0] for row in values})):
+    if not values.issubset(_all_of(connection, VALUES, "data", {row[0] for row in values})):
         yield "the texts of values differ"
-    stored = {row[1]: row for row in _SPECS.rows(connection, specs.values())}
+    stored = {row[1]: row for row in _all_of(connection, SPECS, "spec_id", specs.values())}
     for (dtype, shape), spec_id in specs.items():
         # How long a tensor is depends on whether the version that wrote the row knew the dtype.
         compared = slice(None if not dtype or Spec(dtype, shape).is_known else -1)
@@ -206,9 +167,7 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
             break
 
 
-_OF_COMMITS = {
-    table: KeyQuery(select(table), table.c.object_id) for table in (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS)
-}
+_OF_COMMITS = (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS)
 """Fields that are not in the row of a commit itself."""
 
 
@@ -219,16 +178,16 @@ def _compare_commits(
     known = {numbers[digest] for digest in commits if digest in numbers}
     found = {commit.digest: commit for commit in read_commits(connection, sorted(known))}
     stored: dict[Table, dict[int, set[tuple[Any, ...]]]] = {table: {} for table in _OF_COMMITS}
-    for table, question in _OF_COMMITS.items():
-        for each in question.rows(connection, known):
+    for table in _OF_COMMITS:
+        for each in _all_of(connection, table, "object_id", known):
             stored[table].setdefault(each[0], set()).add(each)
     for digest, (pack, commit) in commits.items():
         number, row = numbers.get(digest, NOWHERE), found.get(digest)
         plain = replace(
             commit, message=storable(commit.message), author=storable(commit.author), branch=None, lineage=()
         )
-        rows = rows_of_commit(number, commit)
-        differs = any(stored[table].get(number, set()) != set(wanted) for table, wanted in rows.items())
+        more = rows_of_commit(number, commit)
+        differs = any(stored[table].get(number, set()) != set(wanted) for table, wanted in more.items())
         if row is None or differs or replace(row, branch=None, lineage=()) != plain:
             yield pack, f"the row of commit {commit.digest.hex()[:12]} differs"
 
@@ -241,10 +200,8 @@ _NODES = {
 }
 _OWNERS = {
     TREES.c.node_id: (ENTRIES, RAW_NAMES),
-    LAYOUTS.c.object_id: (
-        LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, DIVISIONS, DIVISION_AXES, DIVISION_BOXES,
-    ),
-    COMMITS.c.object_id: (MORE_PARENTS, METRICS, LINEAGE, COMMIT_TEXTS),
+    LAYOUTS.c.object_id: OF_LAYOUTS,
+    COMMITS.c.object_id: _OF_COMMITS,
 }  # fmt: skip
 
 
@@ -276,7 +233,13 @@ def stray_rows(connection: Connection) -> list[str]:
 
 _OBJECTS_PER_READ = 10_000
 
-_PLACES = select(LOCATIONS.c.offset, LOCATIONS.c.object_id).join(PACKS, PACKS.c.pack_id == LOCATIONS.c.pack_id)
+_PLACES = """
+    SELECT l."offset", l.object_id FROM t_packs p JOIN t_locations l ON l.pack_id = p.pack_id WHERE p.name {keys}
+"""
+_EXTENTS = """
+    SELECT l.object_id, l.pack_id, l.first_leaf, l.num_leaves, l.leaf_bytes, l.num_bytes, l."offset" FROM t_locations l
+    WHERE l.object_id {keys}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,69 +274,62 @@ class IntegrityView:
                 raise ConflictError(f"index {self._index.place}: it was made anew meanwhile: ask again")
             yield connection
 
-    def _rows(self, query: Select[Any], column: ColumnElement[Any], keys: Iterable[Any]) -> list[Row[Any]]:
-        with self._reading() as connection:
-            return list(rows_for(connection, query, column, keys))
-
     def numbers(self, digests: Iterable[bytes]) -> dict[bytes, int]:
         """Digest -> number; unknown digests are left out."""
-        rows = self._rows(select(OBJECTS.c.digest, OBJECTS.c.object_id), OBJECTS.c.digest, digests)
-        return {row.digest: row.object_id for row in rows}
+        with self._reading() as connection:
+            return {digest: number for digest, number, _ in objects_by_id(connection, digests)}
 
-    def digests(self, numbers: Collection[int]) -> dict[int, bytes]:
+    def digests(self, numbers: Collection[int]) -> Mapping[int, bytes]:
         """Number -> digest."""
-        rows = self._rows(select(OBJECTS.c.digest, OBJECTS.c.object_id), OBJECTS.c.object_id, numbers)
-        return {row.object_id: row.digest for row in rows}
+        with self._reading() as connection:
+            return read_digests(connection, numbers)
 
     def referred_only(self) -> set[int]:
         """Objects that nodes refer to and that no pack holds."""
-        return {row.object_id for row in self._rows(select(OBJECTS.c.object_id), OBJECTS.c.kind, [UNKNOWN_KIND])}
+        return self._numbers(f"SELECT object_id FROM t_objects WHERE kind = {UNKNOWN_KIND}")
 
     def in_parts(self) -> set[int]:
         """Objects of which some extent holds only a part."""
-        chunks = (LOCATIONS.c.pack_id != NOWHERE) & (LOCATIONS.c.leaf_bytes > 0)
-        query = select(LOCATIONS.c.object_id).where(chunks, PARTIAL).distinct()
+        return self._numbers(f"SELECT DISTINCT l.object_id FROM t_locations l WHERE l.leaf_bytes > 0 AND {PARTIAL}")
+
+    def _numbers(self, query: str) -> set[int]:
         with self._reading() as connection:
-            return set(connection.execute(query).scalars())
+            return {number for (number,) in rows(connection, query)}
 
     def in_packs(self, packs: Collection[str]) -> set[int]:
         """Objects of which these packs hold something."""
-        return {row.object_id for row in self._rows(_PLACES, PACKS.c.name, packs)}
+        with self._reading() as connection:
+            return {number for _, number in rows_by_key(connection, _PLACES, packs)}
 
     def places(self, pack: str) -> dict[int, int]:
         """Offset -> object, for every entry that the index knows of in the pack."""
-        return {row.offset: row.object_id for row in self._rows(_PLACES, PACKS.c.name, [pack])}
+        with self._reading() as connection:
+            return dict(rows_by_key(connection, _PLACES, [pack]))
 
     def incomplete(self, numbers: Iterable[int], unusable: UnusableParts) -> set[int]:
         """Those of the objects that are complete nowhere once `unusable` is left out."""
         found: set[int] = set()
         with self._reading() as connection:
-            names = {row.pack_id: row.name for row in connection.execute(select(PACKS.c.pack_id, PACKS.c.name))}
+            names = dict(rows(connection, "SELECT pack_id, name FROM t_packs"))
             for batch in batches(sorted(set(numbers)), _OBJECTS_PER_READ):
-                places: dict[int, list[Any]] = {number: [] for number in batch}
-                for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.object_id, batch):
-                    name = names.get(row.pack_id)
-                    if name is not None and name not in unusable.packs and (name, row.offset) not in unusable.extents:
-                        places[row.object_id].append(row)
-                found.update(number for number, rows in places.items() if not covers(rows))
+                places: dict[int, list[Extent]] = {number: [] for number in batch}
+                for *extent, offset in rows_by_key(connection, _EXTENTS, batch):
+                    one = Extent(*extent)
+                    name = names.get(one.pack_id)
+                    if name is not None and name not in unusable.packs and (name, offset) not in unusable.extents:
+                        places[one.object_id].append(one)
+                found.update(number for number, extents in places.items() if not covers(extents))
         return found
 
     def promised(self, numbers: Iterable[int], roots: Collection[bytes]) -> set[int]:
-        """Those of the objects, which are complete nowhere, that are promised (index/promises.py)."""
+        """Those of the objects, which are complete nowhere, that are promised."""
         with self._reading() as connection:
             return promised_numbers(connection, numbers, roots)
 
     def above(self, numbers: Iterable[int]) -> set[int]:
         """These objects and all nodes that lead to them."""
-        reached = set(numbers)
-        level = reached
-        query = select(EDGES.c.parent_id)
         with self._reading() as connection:
-            while level:
-                parents = {row[0] for row in rows_for(connection, query, EDGES.c.child_id, level)}
-                level = parents - reached
-                reached = reached | level
-        return reached
+            return climb(connection, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,9 +350,7 @@ class Scrub:
 
 def read_scrubs(connection: Connection) -> dict[str, Scrub]:
     """Pack -> its last reading."""
-    c = SCRUBS.c
-    rows = connection.execute(select(c.pack, c.checked_us, c.num_bytes, c.damage))
-    return {row.pack: Scrub(row.pack, row.checked_us, row.num_bytes, row.damage) for row in rows}
+    return {row[0]: Scrub(*row) for row in rows(connection, f"SELECT {columns_of(SCRUBS)} FROM {SCRUBS.name}")}
 
 
 def write_scrub(connection: Connection, scrub: Scrub) -> None:

@@ -1,4 +1,4 @@
-"""Which objects are live or dead, and in which packs: for garbage collection and its previews.
+"""Which objects are live or dead, and in which packs: for garbage collection and its previews. And which are promised.
 
     1. packs that were not examined yet are examined, in short writing transactions (index/candidates.py)
     2. in one reading transaction, what is known to live is guarded: commits, roots and layouts
@@ -12,7 +12,7 @@ Invariant: an object that the candidates lead to is in `dead` if and only if no 
 that every object without a parent that leads to it is a candidate. Nothing of what is found outlives the transaction,
 so that a later commit may refer to a dead object and it lives. Errs towards life: an object that was overlooked stays
 in its pack. The work follows the references out of dead objects, in temporary tables that grow with garbage alone,
-never with the repository. Must not know: refs, forgetting, the store, or why commits would be gone.
+never with the repository. Must not know: refs, forgetting, remotes, the store, or why commits would be gone.
 """
 
 from __future__ import annotations
@@ -22,25 +22,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import Column, Connection, Integer, literal_column, select, text
+from sqlalchemy import Column, Connection, Integer
 from sqlalchemy import Index as TableIndex
 
-from cas_ckpt.index import promises
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now, has_deltas
-from cas_ckpt.index.database import (
-    KeyQuery,
-    execute,
-    fill_numbers,
-    insert_missing,
-    number_table,
-    rows_for,
-    scratch_tables,
-)
+from cas_ckpt.index.database import fill_numbers, insert_missing, number_table, scratch_tables
+from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import Usage
-from cas_ckpt.index.schema import COMMITS, NOWHERE, PACKS
-from cas_ckpt.index.statements import KEYS_PER_QUERY, batches
+from cas_ckpt.index.schema import NOWHERE
+from cas_ckpt.index.statements import change, change_by_key, objects_by_id, rows, rows_by_key
+from cas_ckpt.index.trees import read_digests
 from cas_ckpt.index.usage import measure
 from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import PAGE_CHUNKS, EntryForm
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 if TYPE_CHECKING:
@@ -91,8 +85,8 @@ class DeadObjects:
 
     def consider_all(self) -> None:
         """Take for candidates every commit, root and layout that is not guarded, and what nothing refers to."""
-        for table in (COMMITS.name, "commit_targets", "unreferenced"):
-            execute(
+        for table in ("t_commits", "commit_targets", "unreferenced"):
+            change(
                 self._connection,
                 f"INSERT INTO candidates SELECT s.object_id FROM {table} s "
                 "WHERE NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = s.object_id) ON CONFLICT DO NOTHING",
@@ -101,25 +95,25 @@ class DeadObjects:
     def release(self, digests: Iterable[bytes]) -> None:
         """Guard these no longer, and take them for candidates."""
         fill_numbers(self._connection, CANDIDATES, digests)
-        execute(self._connection, "DELETE FROM guarded WHERE object_id IN (SELECT object_id FROM candidates)")
+        change(self._connection, "DELETE FROM guarded WHERE object_id IN (SELECT object_id FROM candidates)")
 
     def find(self) -> None:
         """Decide about the candidates, and about all that may die with them."""
         free = _NO_PARENT + (_NO_DELTA if self._deltas else "")
         died = 1
         while died:
-            died = execute(
+            died = change(
                 self._connection,
                 f"INSERT INTO dead SELECT c.object_id, :level FROM candidates c WHERE {free} "
                 "AND NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = c.object_id) "
                 "AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = c.object_id)",
                 level=self.level,
             )
-            execute(self._connection, "DELETE FROM candidates")
+            change(self._connection, "DELETE FROM candidates")
             if died:
-                execute(self._connection, _CHILDREN, level=self.level)
+                change(self._connection, _CHILDREN, level=self.level)
                 if self._deltas:
-                    execute(self._connection, _BASES, level=self.level)
+                    change(self._connection, _BASES, level=self.level)
             self.level += 1
 
 
@@ -149,20 +143,20 @@ def _freed(connection: Connection, now: LiveSet, then: LiveSet) -> Usage:
         first = dead.level
         dead.release({*now[0], *now[1]} - lasting)
         dead.find()
-        dying = select(literal_column("1").label("owner"), DEAD.c.object_id).where(DEAD.c.level >= first)
+        dying = f"SELECT 1 AS owner, d.object_id FROM dead d WHERE d.level >= {first}"
         return measure(connection, dying).get(1, Usage())
 
 
 def live_set(connection: Connection, commits: Iterable[bytes]) -> LiveSet:
     """These commits with all their data."""
-    rows = list(rows_for(connection, COMMITS.select(), COMMITS.c.digest, commits))
-    roots = {digest for row in rows for digest in (row.root, row.layout) if digest is not None}
-    return [row.digest for row in rows], roots
+    asked = "SELECT c.digest, c.root, c.layout FROM t_commits c WHERE c.digest {keys}"
+    found = list(rows_by_key(connection, asked, commits))
+    return [row[0] for row in found], {digest for row in found for digest in row[1:] if digest is not None}
 
 
-_NUMBERED_PACKS = KeyQuery(select(PACKS.c.name, PACKS.c.pack_id), PACKS.c.name)
-_PACKS = KeyQuery(select(PACKS), PACKS.c.pack_id)
-
+_PACKS = """
+    SELECT p.pack_id, p.name, p.kind, p.size_bytes, p.num_entries, p.first_seen_us FROM t_packs p WHERE p.pack_id {keys}
+"""
 _FRESH = number_table("fresh")
 """Dead objects that some commit may be about to need: it was not published yet."""
 
@@ -199,7 +193,7 @@ _MISSING = (
 _LIVE_ENTRIES = f"""
     SELECT l.pack_id, o.digest, l.kind, l.encoding, l.num_bytes, l.stored_bytes, l.leaf_bytes, l.first_leaf,
            l.num_leaves, l."offset", l.header_bytes, l.base FROM t_locations l CROSS JOIN t_objects o
-    WHERE l.pack_id IN ({{packs}}) AND o.object_id = l.object_id AND {_ALIVE.format(number="l.object_id")}
+    WHERE l.pack_id {{keys}} AND o.object_id = l.object_id AND {_ALIVE.format(number="l.object_id")}
     ORDER BY l.pack_id, l."offset"
 """
 
@@ -258,14 +252,14 @@ class Living:
         found = dict.fromkeys(self._unknown[:limit])
         if not promised:
             for query in _MISSING:
-                found.update(dict.fromkeys(self._connection.execute(text(f"{query} LIMIT {int(limit)}")).scalars()))
+                found.update((digest, None) for (digest,) in rows(self._connection, f"{query} LIMIT {int(limit)}"))
             return list(found)[:limit]
-        with scratch_tables(self._connection, *promises.TABLES):
+        with scratch_tables(self._connection, *_PROMISES):
             for query in _MISSING:
                 numbers = query.replace("o.digest", "o.object_id", 1)
-                execute(self._connection, f"INSERT INTO absent {numbers} ON CONFLICT DO NOTHING")
-            promises.drop_promised(self._connection, promised)
-            found.update(dict.fromkeys(promises.some_absent(self._connection, limit)))
+                change(self._connection, f"INSERT INTO absent {numbers} ON CONFLICT DO NOTHING")
+            drop_promised(self._connection, promised)
+            found.update(dict.fromkeys(some_absent(self._connection, limit)))
         return list(found)[:limit]
 
     def packs(self) -> list[PackLiveness]:
@@ -277,23 +271,21 @@ class Living:
             "EXISTS (SELECT 1 FROM spares s WHERE s.object_id = l.object_id AND s.pack_id = l.pack_id)",
         )
         fresh = self._sums("SELECT object_id FROM fresh", "true").keys()
-        rows = _PACKS.rows(self._connection, dead.keys() | spare.keys())
+        found = rows_by_key(self._connection, _PACKS, dead.keys() | spare.keys())
         return [
             PackLiveness(
                 name, PackKind(kind), size_bytes, num_entries, first_seen_us,
                 *dead.get(number, (0, 0)), spare.get(number, (0, 0))[1], number in fresh,
             )
-            for number, name, kind, size_bytes, num_entries, first_seen_us in sorted(rows)
+            for number, name, kind, size_bytes, num_entries, first_seen_us in sorted(found)
         ]  # fmt: skip
 
     def live_entries(self, packs: Iterable[str]) -> dict[str, list[ExtentInfo]]:
         """Pack -> its extents that are not dead, in the order of their offsets; none if it is unknown."""
         found: dict[str, list[ExtentInfo]] = {pack: [] for pack in packs}
         names = {number: name for name, number in self._numbers(found).items()}
-        for some in batches(sorted(names), KEYS_PER_QUERY):
-            rows = self._connection.execute(text(_LIVE_ENTRIES.format(packs=", ".join(map(str, some)))))
-            for pack_id, *row in rows:
-                found[names[pack_id]].append(_entry(row))
+        for pack_id, *row in rows_by_key(self._connection, _LIVE_ENTRIES, names):
+            found[names[pack_id]].append(_entry(row))
         return found
 
     def needed(self, condemned: Collection[str]) -> set[str]:
@@ -304,41 +296,38 @@ class Living:
         names = {number: name for name, number in self._numbers(condemned).items()}
         with scratch_tables(self._connection, _CONDEMNED, _DOUBTFUL):
             insert_missing(self._connection, _CONDEMNED, sorted((number,) for number in names))
-            execute(self._connection, _NOT_WHOLE_IN_ONE_OUTSIDE)
+            change(self._connection, _NOT_WHOLE_IN_ONE_OUTSIDE)
             outside = extents_by_object(self._connection, "doubtful", only=_OUTSIDE.format(pack="l.pack_id"))
-            whole = [{"number": extents[0].object_id} for extents in outside if covers(extents)]
-            if whole:
-                self._connection.execute(text("DELETE FROM doubtful WHERE object_id = :number"), whole)
-            needed = self._connection.execute(text(_CONDEMNED_WITH_DOUBTFUL)).scalars().all()
-        return {names[number] for number in needed}
+            whole = [extents[0].object_id for extents in outside if covers(extents)]
+            change_by_key(self._connection, "DELETE FROM doubtful WHERE object_id {keys}", whole)
+            needed = rows(self._connection, _CONDEMNED_WITH_DOUBTFUL)
+        return {names[number] for (number,) in needed}
 
     def pack_names(self) -> set[str]:
         """Names of all packs that the index knew when the block began."""
-        return set(self._connection.execute(select(PACKS.c.name)).scalars())
+        return {name for (name,) in rows(self._connection, "SELECT name FROM t_packs")}
 
     def summary(self) -> Garbage:
         """How much is dead."""
-        count, size = self._connection.execute(
-            text(
-                "SELECT count(DISTINCT l.object_id), sum(l.stored_bytes + l.header_bytes) "
-                f"FROM dead d CROSS JOIN t_locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE}"
-            )
-        ).one()
+        ((count, size),) = rows(
+            self._connection,
+            "SELECT count(DISTINCT l.object_id), sum(l.stored_bytes + l.header_bytes) "
+            f"FROM dead d CROSS JOIN t_locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE}",
+        )
         return Garbage(count, int(size or 0))
 
     def _numbers(self, names: Iterable[str]) -> dict[str, int]:
-        return dict(_NUMBERED_PACKS.rows(self._connection, names))
+        return dict(rows_by_key(self._connection, "SELECT name, pack_id FROM t_packs WHERE name {keys}", names))
 
     def _sums(self, objects: str, condition: str) -> dict[int, tuple[int, int]]:
         """Pack -> (extents, their stored bytes) of the objects that a query selects."""
-        rows = self._connection.execute(
-            text(
-                f"SELECT l.pack_id, count(*), sum(l.stored_bytes + l.header_bytes) FROM ({objects}) d "
-                f"CROSS JOIN t_locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE} AND {condition} "
-                "GROUP BY l.pack_id"
-            )
+        found = rows(
+            self._connection,
+            f"SELECT l.pack_id, count(*), sum(l.stored_bytes + l.header_bytes) FROM ({objects}) d "
+            f"CROSS JOIN t_locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE} AND {condition} "
+            "GROUP BY l.pack_id",
         )
-        return {pack_id: (count, int(size)) for pack_id, count, size in rows}
+        return {pack_id: (count, int(size)) for pack_id, count, size in found}
 
 
 def _entry(row: Sequence[Any]) -> ExtentInfo:
@@ -376,21 +365,108 @@ def living(
 
 def _find_fresh(connection: Connection, published: Collection[bytes]) -> None:
     """Fill `fresh`: what nothing ever referred to, commits that were not published, and the dead below them."""
-    commits = connection.execute(
-        text("SELECT c.object_id, c.digest, c.root, c.layout FROM t_commits c CROSS JOIN dead d "
-             "WHERE c.object_id = d.object_id")
-    ).all()  # fmt: skip
-    pending = [row for row in commits if row.digest not in published]
-    insert_missing(connection, _FRESH, sorted((row.object_id,) for row in pending))
-    fill_numbers(connection, _FRESH, {digest for row in pending for digest in (row.root, row.layout) if digest})
-    execute(
-        connection, "INSERT INTO fresh SELECT object_id FROM unreferenced WHERE referred = 0 ON CONFLICT DO NOTHING"
+    commits = rows(
+        connection,
+        "SELECT c.object_id, c.digest, c.root, c.layout FROM t_commits c CROSS JOIN dead d "
+        "WHERE c.object_id = d.object_id",
     )
-    execute(connection, "DELETE FROM fresh WHERE object_id NOT IN (SELECT object_id FROM dead)")
-    execute(
+    pending = [row for row in commits if row[1] not in published]
+    insert_missing(connection, _FRESH, sorted((row[0],) for row in pending))
+    fill_numbers(connection, _FRESH, {digest for row in pending for digest in row[2:] if digest})
+    change(connection, "INSERT INTO fresh SELECT object_id FROM unreferenced WHERE referred = 0 ON CONFLICT DO NOTHING")
+    change(connection, "DELETE FROM fresh WHERE object_id NOT IN (SELECT object_id FROM dead)")
+    change(
         connection,
         "INSERT INTO fresh WITH RECURSIVE below(object_id) AS (SELECT object_id FROM fresh UNION "
         "SELECT d.object_id FROM below b CROSS JOIN t_edges e CROSS JOIN dead d "
         "WHERE e.parent_id = b.object_id AND d.object_id = e.child_id) "
         "SELECT object_id FROM below WHERE true ON CONFLICT DO NOTHING",
     )
+
+
+# --- what is promised: chunks in no pack here, of states that other repositories keep --------------
+# Upwards from what is absent, to every node that leads to it; downwards from promised roots, along these nodes alone;
+# of that the chunks. A node is never promised: of one that is absent it is not known what it names, so nobody could
+# collect. The kind of what is in no pack is told by the nodes that name it.
+
+ABSENT = number_table("absent")
+"""Objects that are asked about."""
+
+_ABOVE = number_table("above_absent", Column("level", Integer, nullable=False))
+_LED = number_table("led_to", Column("level", Integer, nullable=False))
+_ROOTS = number_table("promised_roots")
+for _table in (_ABOVE, _LED):
+    TableIndex(f"{_table.name}_by_level", _table.c.level)
+_PROMISES = (ABSENT, _ABOVE, _LED, _ROOTS)
+
+_UPWARDS = """
+    INSERT INTO above_absent SELECT DISTINCT e.parent_id, :next FROM above_absent a CROSS JOIN t_edges e
+    WHERE a.level = :level AND e.child_id = a.object_id ON CONFLICT DO NOTHING
+"""
+_DOWNWARDS = """
+    INSERT INTO led_to SELECT DISTINCT e.child_id, :next FROM led_to d CROSS JOIN t_edges e CROSS JOIN above_absent a
+    WHERE d.level = :level AND e.parent_id = d.object_id AND a.object_id = e.child_id ON CONFLICT DO NOTHING
+"""
+_IS_CHUNK = f"""
+    EXISTS (SELECT 1 FROM t_objects o WHERE o.object_id = a.object_id AND o.kind = {int(ObjectKind.CHUNK)})
+    OR EXISTS (
+        SELECT 1 FROM t_edges e CROSS JOIN t_objects p WHERE e.child_id = a.object_id AND p.object_id = e.parent_id
+        AND (p.kind = {int(ObjectKind.CHUNK_PAGE)}
+             OR EXISTS (SELECT 1 FROM t_tensors t WHERE t.object_id = p.object_id AND t.num_chunks <= {PAGE_CHUNKS})
+             OR EXISTS (SELECT 1 FROM t_entries n WHERE n.node_id = p.object_id AND n.child_id = a.object_id
+                        AND (n.form & {FLAVOR_STEP - 1}) = {int(EntryForm.CHUNK)})))
+"""
+_DROP_PROMISED = f"""
+    DELETE FROM absent WHERE object_id IN (
+        SELECT a.object_id FROM absent a CROSS JOIN led_to d WHERE d.object_id = a.object_id AND ({_IS_CHUNK}))
+"""
+
+
+def drop_promised(connection: Connection, roots: Iterable[bytes]) -> int:
+    """Take what is promised out of `ABSENT`; how many objects that was. `_PROMISES` are there, the others empty.
+
+    Args:
+        roots: Roots of the states of promised commits.
+    """
+    change(connection, "INSERT INTO above_absent SELECT object_id, 0 FROM absent WHERE true")
+    _spread(connection, _UPWARDS)
+    fill_numbers(connection, _ROOTS, roots)
+    change(
+        connection,
+        "INSERT INTO led_to SELECT r.object_id, 0 FROM promised_roots r CROSS JOIN above_absent a "
+        "WHERE a.object_id = r.object_id",
+    )
+    _spread(connection, _DOWNWARDS)
+    return change(connection, _DROP_PROMISED)
+
+
+def _spread(connection: Connection, statement: str) -> None:
+    level = 0
+    while change(connection, statement, level=level, next=level + 1):
+        level += 1
+
+
+def promised(connection: Connection, digests: Collection[Digest], roots: Collection[bytes]) -> set[Digest]:
+    """Those of these objects, which are in no pack, that are promised."""
+    if not digests or not roots:
+        return set()
+    numbers = {number: digest for digest, number, _ in objects_by_id(connection, digests)}
+    return {Digest(numbers[number]) for number in promised_numbers(connection, numbers, roots)}
+
+
+def promised_numbers(connection: Connection, numbers: Iterable[int], roots: Collection[bytes]) -> set[int]:
+    """The same for numbers of objects."""
+    wanted = set(numbers)
+    if not wanted or not roots:
+        return set()
+    with scratch_tables(connection, *_PROMISES):
+        insert_missing(connection, ABSENT, [(number,) for number in sorted(wanted)])
+        drop_promised(connection, roots)
+        left = {number for (number,) in rows(connection, "SELECT object_id FROM absent")}
+    return wanted - left
+
+
+def some_absent(connection: Connection, limit: int) -> list[bytes]:
+    """Up to `limit` ids of `ABSENT`."""
+    numbers = [number for (number,) in rows(connection, f"SELECT object_id FROM absent LIMIT {int(limit)}")]
+    return sorted(read_digests(connection, numbers).values())

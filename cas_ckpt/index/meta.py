@@ -2,19 +2,19 @@
 
 Invariant: facts (the store's id, the generation) and refs are a copy of what the store says, never the truth. Knows
 nothing of objects. What records of refs say besides, and which commits are forgotten, is a copy too, for who asks in
-SQL. Plans and restores are remembered too: plans.py, restores.py.
+SQL. Plans and restores are remembered too: restores.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection
 
-from cas_ckpt.index.database import KeyQuery, insert_missing, upsert
+from cas_ckpt.index.database import insert_missing, upsert
 from cas_ckpt.index.rows import RefRow, RefState
 from cas_ckpt.index.schema import FORGOTTEN, HEADS, META, REF_MOVES, REF_RECORDS, REFS
-from cas_ckpt.index.statements import KEYS_PER_QUERY, batches
+from cas_ckpt.index.statements import change, change_by_key, rows, rows_by_key
 from cas_ckpt.index.texts import storable
 
 STORE = "store_id"
@@ -34,13 +34,10 @@ VIEWS = "views"
 NEWER = "newer"
 """Names of packs with objects of a later version, one a line: what those refer to is not known here."""
 
-_VALUES = KeyQuery(select(META.c.value), META.c.key)
-_NAMED = KeyQuery(select(REFS.c.name), REFS.c.name)
-
 
 def read_meta(connection: Connection, key: str) -> str | None:
     """The value under `key`, or None."""
-    return next((value for (value,) in _VALUES.rows(connection, [key])), None)
+    return next((value for (value,) in rows(connection, "SELECT value FROM t_meta WHERE key = :key", key=key)), None)
 
 
 def write_meta(connection: Connection, key: str, value: str) -> None:
@@ -78,23 +75,21 @@ def note_newer(connection: Connection, come: Iterable[str] = (), gone: Iterable[
 
 def read_refs(connection: Connection) -> dict[str, RefRow]:
     """Name -> ref, sorted by name."""
-    rows = connection.execute(select(REFS.c.name, REFS.c.target, REFS.c.generation, REFS.c.updated_s))
-    return {row.name: RefRow(*row) for row in sorted(rows)}
+    found = rows(connection, "SELECT name, target, generation, updated_s FROM t_refs")
+    return {row[0]: RefRow(*row) for row in sorted(found)}
 
 
 def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
     """Those of `names` that are remembered."""
-    return {name for (name,) in _NAMED.rows(connection, names)}
+    return {name for (name,) in rows_by_key(connection, "SELECT name FROM t_refs WHERE name {keys}", names)}
 
 
 def read_heads(connection: Connection) -> dict[str, bytes]:
     """Name -> where the ref points, as far as the index knows; empty: it was deleted."""
-    moved = {row.name: row for row in connection.execute(select(HEADS))}
-    found = {}
-    for name, ref in read_refs(connection).items():
-        row = moved.get(name)
-        found[name] = ref.target if row is None or row.remembered != ref.target else row.target
-    return found
+    moved = {
+        (name, before): now for name, before, now in rows(connection, "SELECT name, remembered, target FROM t_heads")
+    }
+    return {name: moved.get((name, ref.target), ref.target) for name, ref in read_refs(connection).items()}
 
 
 def write_heads(connection: Connection, heads: Mapping[str, bytes]) -> None:
@@ -113,25 +108,23 @@ def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
 
 def drop_refs(connection: Connection, names: Iterable[str]) -> None:
     """Forget these refs."""
-    for name in names:
-        connection.execute(delete(REFS).where(REFS.c.name == name))
+    change_by_key(connection, "DELETE FROM t_refs WHERE name {keys}", names)
 
 
 def read_records(connection: Connection) -> dict[str, bytes]:
     """Name -> hash of the record of the ref in the last call of `write_states`."""
-    return dict(map(tuple, connection.execute(select(REF_RECORDS.c.name, REF_RECORDS.c.record))))
+    return dict(rows(connection, "SELECT name, record FROM t_ref_records"))
 
 
 def write_states(connection: Connection, states: Iterable[RefState]) -> None:
     """Put what each of these records says in the place of what an earlier one said."""
     for state in states:
         upsert(connection, REF_RECORDS, (state.name, state.record, state.target, storable(state.note)))
-        connection.execute(delete(REF_MOVES).where(REF_MOVES.c.name == state.name))
-        rows = [
+        change(connection, "DELETE FROM t_ref_moves WHERE name = :name", name=state.name)
+        insert_missing(connection, REF_MOVES, [
             (state.name, at, min(time_us, _MOST_US), old, new, storable(action), storable(author))
             for at, time_us, old, new, action, author in state.moves
-        ]
-        insert_missing(connection, REF_MOVES, rows)
+        ])  # fmt: skip
 
 
 _MOST_US = (1 << 63) - 1
@@ -139,12 +132,11 @@ _MOST_US = (1 << 63) - 1
 
 def read_forgotten(connection: Connection) -> set[bytes]:
     """The ids of forgotten commits in the last call of `write_forgotten`."""
-    return set(connection.execute(select(FORGOTTEN.c.digest)).scalars())
+    return {digest for (digest,) in rows(connection, "SELECT digest FROM t_forgotten")}
 
 
 def write_forgotten(connection: Connection, ids: Iterable[bytes]) -> None:
     """Let these be the forgotten commits."""
     known, now = read_forgotten(connection), set(ids)
-    for batch in batches(sorted(known - now), KEYS_PER_QUERY):
-        connection.execute(delete(FORGOTTEN).where(FORGOTTEN.c.digest.in_(batch)))
+    change_by_key(connection, "DELETE FROM t_forgotten WHERE digest {keys}", known - now)
     insert_missing(connection, FORGOTTEN, [(digest,) for digest in sorted(now - known)])

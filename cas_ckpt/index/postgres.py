@@ -260,7 +260,7 @@ def make_schema(connection: Connection, schema: str) -> None:
 
 
 def require_rights(connection: Connection, schema: str, *, to_write: bool) -> None:
-    """See that this role may use the schema, if there is one, and that it may write its tables.
+    """Raise PermissionDeniedError unless this role may use the schema, if there is one, and write its tables.
 
     Raises:
         PermissionDeniedError: it may not, or the server is a standby.

@@ -39,7 +39,7 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class QueryLimits:
-    """What a query may take; beyond it is an error.
+    """Limits of a query; beyond them is an error.
 
     Attributes:
         max_rows: Rows.
@@ -54,7 +54,7 @@ class QueryLimits:
 
 
 class Answer(NamedTuple):
-    """What a query answered: the names of its columns, and its rows."""
+    """The answer to a query: the names of its columns, and its rows."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -227,7 +227,7 @@ _FUNCTIONS: Final = frozenset({
 """Functions of SQLite that do nothing but work out a value. Not among them: load_extension, fts3_tokenizer."""
 
 _TABLES = "SELECT lower(name) FROM sqlite_master WHERE type = 'view' OR rootpage > 0"
-"""What an index has, without virtual tables."""
+"""Tables and views of an index, without virtual tables."""
 
 _OF_SQLITE = ("sqlite_master", "sqlite_schema", "json_each", "json_tree")
 _VIRTUAL_TABLES = "SELECT 1 FROM json_each('[]'), json_tree('[]')"

@@ -41,7 +41,7 @@ VIEWS_VERSION = 6
 """Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
 
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
-"""What Alembic keeps: which revision the tables are of."""
+"""Alembic's own: which revision the tables are of."""
 
 NOWHERE = 0
 """Number of the pack that does not exist."""
@@ -60,18 +60,20 @@ def _key(name: str, kind: Any) -> Column[Any]:
     return Column(name, kind, primary_key=True, autoincrement=False)
 
 
-META = Table(
+def _table(name: str, *columns: Column[Any]) -> Table:
+    """A table of the index. SQLite clusters it by its key, but for those whose key is the row number."""
+    return Table(name, METADATA, *columns, sqlite_with_rowid=columns[0].type is _ROW_NUMBER)
+
+
+META = _table(
     "t_meta",
-    METADATA,
     Column("key", Text, primary_key=True),  # name of the value
     Column("value", Text, nullable=False),  # the value
-    sqlite_with_rowid=False,
 )
 """What the index knows of itself: one value for each name."""
 
-PACKS = Table(
+PACKS = _table(
     "t_packs",
-    METADATA,
     _key("pack_id", _ROW_NUMBER),  # number of the pack in this index
     Column("name", Text, nullable=False),  # key of the pack in the store
     Column("kind", SmallInteger, nullable=False),  # 1 data, 2 meta
@@ -81,19 +83,16 @@ PACKS = Table(
 )
 """The packs that the index has taken in."""
 
-OBJECTS = Table(
+OBJECTS = _table(
     "t_objects",
-    METADATA,
     Column("digest", LargeBinary, primary_key=True),  # id of the object, 32 bytes
     Column("object_id", BigInteger, nullable=False),  # its number in this index
     Column("kind", SmallInteger, nullable=False),  # chunk, tensor, tree, ... (`ObjectKind`), by number; 0: not seen yet
-    sqlite_with_rowid=False,
 )
 """Every chunk and node: its id, and the number by which other tables name it."""
 
-LOCATIONS = Table(
+LOCATIONS = _table(
     "t_locations",
-    METADATA,
     _key("object_id", BigInteger),  # the object
     _key("pack_id", BigInteger),  # the pack; 0: nowhere, of an object that was referred to before it was seen
     _key("first_leaf", BigInteger),  # first leaf of the chunk in this extent; 0 for nodes
@@ -106,22 +105,18 @@ LOCATIONS = Table(
     Column("stored_bytes", BigInteger, nullable=False),  # length of the payload
     Column("encoding", SmallInteger, nullable=False),  # RAW, ZERO, CONSTANT, ZSTD or PLANES_ZSTD, by number
     Column("base", LargeBinary),  # id of the object that a delta is against; nothing writes deltas yet
-    sqlite_with_rowid=False,
 )
 """Where the bytes of an object are: one row for each extent in each pack."""
 
-EDGES = Table(
+EDGES = _table(
     "t_edges",
-    METADATA,
     _key("parent_id", BigInteger),  # the object that refers
     _key("child_id", BigInteger),  # the object that is referred to
-    sqlite_with_rowid=False,
 )
 """Which node refers to which object: trees to tensors, tensors to chunks. What a commit refers to is in its own row."""
 
-COMMITS = Table(
+COMMITS = _table(
     "t_commits",
-    METADATA,
     _key("object_id", _ROW_NUMBER),  # the commit
     Column("digest", LargeBinary, nullable=False),  # its id
     Column("root", LargeBinary, nullable=False),  # id of its tree: the id of the state
@@ -138,61 +133,50 @@ COMMITS = Table(
 )
 """What the log shows of a commit."""
 
-MORE_PARENTS = Table(
+MORE_PARENTS = _table(
     "t_more_parents",
-    METADATA,
     _key("object_id", BigInteger),  # the commit
     _key("position", Integer),  # 1 for the second parent, and so on
     Column("parent", LargeBinary, nullable=False),  # id of the parent
-    sqlite_with_rowid=False,
 )
 """Parents after the first: only merges have rows here."""
 
-METRICS = Table(
+METRICS = _table(
     "t_metrics",
-    METADATA,
     _key("object_id", BigInteger),  # the commit
     Column("name", Text, primary_key=True),  # name of the metric
     Column("value", Double),  # its value; null: it is NaN, for which SQLite has no form
-    sqlite_with_rowid=False,
 )
 """Metrics of commits, for searches."""
 
-REFS = Table(
+REFS = _table(
     "t_refs",
-    METADATA,
     Column("name", Text, primary_key=True),  # e.g. `refs/heads/main`
     Column("target", LargeBinary, nullable=False),  # id of the commit
     Column("generation", BigInteger, nullable=False),  # generation of garbage collection that the ref was written in
     Column("updated_s", Double, nullable=False),  # when it was seen, in seconds since 1970
-    sqlite_with_rowid=False,
 )
 """Branches, tags and pins as they were last seen; the store is what counts."""
 
-HEADS = Table(
+HEADS = _table(
     "t_heads",
-    METADATA,
     Column("name", Text, primary_key=True),  # as in `t_refs`
     Column("remembered", LargeBinary, nullable=False),  # where it points by `t_refs`; another one: this row is past
     Column("target", LargeBinary, nullable=False),  # where it points; empty: it was deleted
-    sqlite_with_rowid=False,
 )
 """Where refs point that others moved, for who asks in SQL: `t_refs` goes on remembering what was seen through here."""
 
-REF_RECORDS = Table(
+REF_RECORDS = _table(
     "t_ref_records",
-    METADATA,
     Column("name", Text, primary_key=True),  # as in `t_refs`
     Column("record", LargeBinary, nullable=False),  # hash of the record that these rows are of
     Column("target", LargeBinary, nullable=False),  # where it points by that record; empty: it was deleted
     Column("note", Text, nullable=False),  # message of an annotated tag, reason of a pin; else empty
-    sqlite_with_rowid=False,
 )
 """What records of refs say besides, as they were last read for who asks in SQL; deleted refs too."""
 
-REF_MOVES = Table(
+REF_MOVES = _table(
     "t_ref_moves",
-    METADATA,
     Column("name", Text, primary_key=True),  # as in `t_refs`
     _key("position", Integer),  # place in the log of the record, from 0; from 1: earlier ones were dropped
     Column("time_us", BigInteger, nullable=False),  # when, in microseconds since 1970
@@ -200,21 +184,17 @@ REF_MOVES = Table(
     Column("new", LargeBinary),  # where it points since; null: it was deleted
     Column("action", Text, nullable=False),  # what was done
     Column("author", Text, nullable=False),  # by whom
-    sqlite_with_rowid=False,
 )
 """The logs in records of refs: moves that parents of commits do not show."""
 
-FORGOTTEN = Table(
+FORGOTTEN = _table(
     "t_forgotten",
-    METADATA,
     Column("digest", LargeBinary, primary_key=True),  # id of the commit
-    sqlite_with_rowid=False,
 )
 """Commits that are forgotten and that no ref names, as of when somebody last asked in SQL."""
 
-PLANS = Table(
+PLANS = _table(
     "t_plans",
-    METADATA,
     _key("plan_id", _ROW_NUMBER),  # number of the plan in this index
     Column("root", LargeBinary, nullable=False),  # the state
     Column("target", LargeBinary, nullable=False),  # names mesh and rules; equal to `wants`: a checkout kept the plan
@@ -232,9 +212,8 @@ PLANS = Table(
 )
 """Restore plans in numbers: one for each state and target layout. None is written by a commit."""
 
-PLAN_RANKS = Table(
+PLAN_RANKS = _table(
     "t_plan_ranks",
-    METADATA,
     _key("plan_id", BigInteger),  # the plan
     _key("rank", BigInteger),  # the rank
     Column("read_bytes", BigInteger, nullable=False),  # plain bytes that it reads from the store
@@ -243,13 +222,11 @@ PLAN_RANKS = Table(
     Column("received_bytes", BigInteger, nullable=False),  # what it gets from them
     Column("metadata_bytes", BigInteger, nullable=False),  # what it has to know of the plan
     Column("num_straddled", BigInteger, nullable=False),  # chunks of which it wants a part only
-    sqlite_with_rowid=False,
 )
 """What each rank does in a plan."""
 
-PLAN_SHAPES = Table(
+PLAN_SHAPES = _table(
     "t_plan_shapes",
-    METADATA,
     _key("plan_id", BigInteger),  # the plan
     _key("position", Integer),  # place in the plan
     Column("key", Text, nullable=False),  # of the first tensor
@@ -258,13 +235,11 @@ PLAN_SHAPES = Table(
     Column("placements", Text, nullable=False),  # one for each dimension of the mesh, as JSON
     Column("num_tensors", BigInteger, nullable=False),  # how many there are
     Column("num_chunks", BigInteger, nullable=False),  # chunks of one of them that any rank wants
-    sqlite_with_rowid=False,
 )
 """Tensors that are planned alike."""
 
-RESTORES = Table(
+RESTORES = _table(
     "t_restores",
-    METADATA,
     _key("restore_id", _ROW_NUMBER),  # number of the restore in this index; the later, the higher
     Column("commit_id", LargeBinary, nullable=False),  # the commit
     Column("root", LargeBinary, nullable=False),  # its state
@@ -282,53 +257,44 @@ RESTORES = Table(
 )
 """Restores that were made, and how they ended."""
 
-LINEAGE = Table(
+LINEAGE = _table(
     "t_lineage",
-    METADATA,
     _key("object_id", BigInteger),  # the commit
     _key("position", Integer),  # place in the list that was given
     Column("kind", Text, nullable=False),  # `fine-tune-of`, `merged-from`, ...
     Column("target", LargeBinary, nullable=False),  # id of a commit, of this repository or another one
     Column("note", LargeBinary),  # the value given as `meta` of the edge, encoded
-    sqlite_with_rowid=False,
 )
 """What a commit's state was made from, apart from its parents."""
 
-COMMIT_TEXTS = Table(
+COMMIT_TEXTS = _table(
     "t_commit_texts",
-    METADATA,
     _key("object_id", BigInteger),  # the commit
     Column("meta", Text),  # `t_commits.meta` as JSON; null: there is none, or it is too long
     Column("provenance", Text),  # where and by what it was made, as JSON; null: as above
     Column("signed_by", Text),  # fingerprint of the key that its signature names, not verified; null: not signed
-    sqlite_with_rowid=False,
 )
 """What commits say that only people read: a row for those that say any of it."""
 
-GC_CANDIDATES = Table(
+GC_CANDIDATES = _table(
     "t_suspects",
-    METADATA,
     _key("object_id", BigInteger),  # the object
     Column("referred", SmallInteger, nullable=False),  # 1: something referred to it, in a pack that was dropped
-    sqlite_with_rowid=False,
 )
 """Objects to look at when garbage is sought: nothing refers to them, they are complete in several packs, or
 in none. Never a verdict. `referred`: something did refer to it, in a pack that was dropped."""
 
-SCRUBS = Table(
+SCRUBS = _table(
     "t_scrubs",
-    METADATA,
     Column("pack", Text, primary_key=True),  # key of the pack
     Column("checked_us", BigInteger, nullable=False),  # when, in microseconds since 1970
     Column("num_bytes", BigInteger, nullable=False),  # bytes that were read
     Column("damage", Text),  # what was wrong; null: nothing
-    sqlite_with_rowid=False,
 )
 """When the bytes of a pack were last read and found intact, or what was wrong with them."""
 
-TREES = Table(
+TREES = _table(
     "t_trees",
-    METADATA,
     _key("node_id", _ROW_NUMBER),  # the tree node, or the page of one
     Column("kind", Text, nullable=False),  # kind of the container: dict, list, ...; "" for a page
     Column("height", SmallInteger, nullable=False),  # levels of pages below it
@@ -337,9 +303,8 @@ TREES = Table(
 )
 """One row for each distinct tree node or page: what it is."""
 
-ENTRIES = Table(
+ENTRIES = _table(
     "t_entries",
-    METADATA,
     _key("node_id", BigInteger),  # the tree node or page
     _key("position", SmallInteger),  # place in it; entries ascend by name
     Column("name", _EXACT_TEXT, nullable=False),  # component of the key, as keys are written; of a page its first one
@@ -347,49 +312,41 @@ ENTRIES = Table(
     Column("spec_id", Integer),  # dtype and shape of a tensor, length of a value
     Column("child_id", BigInteger),  # the node or chunk that it names
     Column("data", LargeBinary),  # of inline tensors and values: the bytes if there are at most 16, else a hash
-    sqlite_with_rowid=False,
 )
 """What tree nodes and pages list: one set of rows for each distinct node, however many states have it.
 
 `form` is 0 for a container, 1 for a tensor that has a node, 2 for a tensor of one chunk, 3 for an inline tensor, 4 for
 a value, 5 for a page; of tensors it is 8 more for a numpy array, and 16 more for a long plain value."""
 
-RAW_NAMES = Table(
+RAW_NAMES = _table(
     "t_raw_names",
-    METADATA,
     _key("node_id", BigInteger),  # the tree node or page
     _key("position", SmallInteger),  # place in it
     Column("name", LargeBinary, nullable=False),  # the exact name in UTF-8, lone surrogates included
-    sqlite_with_rowid=False,
 )
 """Names that no database can hold as text (NUL, lone surrogates); in `t_entries` these have U+FFFD in their place."""
 
-SPECS = Table(
+SPECS = _table(
     "t_specs",
-    METADATA,
     Column("spec", _EXACT_TEXT, primary_key=True),  # dtype[shape], for a value [length]; a hash where that is long
     Column("spec_id", Integer, nullable=False),  # its number in this index
     Column("dtype", Text, nullable=False),  # name of the dtype; "" for plain values
     Column("shape", Text, nullable=False),  # sizes of the dimensions, as JSON; of a plain value its length in bytes
     Column("num_dims", SmallInteger, nullable=False),  # how many there are
     Column("num_bytes", BigInteger, nullable=False),  # plain bytes of such a tensor
-    sqlite_with_rowid=False,
 )
 """The distinct dtypes and shapes of tensors, and lengths of plain values."""
 
-NODE_SPECS = Table(
+NODE_SPECS = _table(
     "t_node_specs",
-    METADATA,
     _key("spec_id", Integer),  # the dtype and shape
     _key("node_id", BigInteger),  # a tree node or page with such tensors among its own entries
     Column("num_entries", Integer, nullable=False),  # how many of them
-    sqlite_with_rowid=False,
 )
 """Which nodes list tensors of a dtype and shape: the way from there to commits."""
 
-TENSORS = Table(
+TENSORS = _table(
     "t_tensors",
-    METADATA,
     _key("object_id", _ROW_NUMBER),  # the tensor node
     Column("spec_id", Integer, nullable=False),  # its dtype and shape
     Column("cell", Text, nullable=False),  # sizes of a full cell of the grid, as JSON
@@ -398,9 +355,8 @@ TENSORS = Table(
 )
 """What tensor nodes say: how a tensor of several chunks is cut."""
 
-LAYOUTS = Table(
+LAYOUTS = _table(
     "t_layouts",
-    METADATA,
     _key("object_id", _ROW_NUMBER),  # the layout node
     Column("world_size", BigInteger, nullable=False),  # ranks that held the state
     Column("mesh", Text, nullable=False),  # the mesh of most tensors, e.g. dp=4,tp=2; "" for none
@@ -410,43 +366,36 @@ LAYOUTS = Table(
 )
 """Who held the state: one row for each distinct layout, however many commits have it."""
 
-LAYOUT_MESHES = Table(
+LAYOUT_MESHES = _table(
     "t_layout_meshes",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("mesh", Integer),  # number of the mesh; 0: that of most tensors
     Column("num_ranks", BigInteger, nullable=False),  # ranks of the mesh
     Column("ranks", Text, nullable=False),  # these, the last dimension fastest: 0-7,16-64:8; "": the node does not say
-    sqlite_with_rowid=False,
 )
 """The meshes of a layout."""
 
-LAYOUT_AXES = Table(
+LAYOUT_AXES = _table(
     "t_layout_axes",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("mesh", Integer),  # number of the mesh
     _key("axis", SmallInteger),  # place of the dimension in the mesh, from 0
     Column("name", Text, nullable=False),  # its name
     Column("size", BigInteger, nullable=False),  # ranks along it
-    sqlite_with_rowid=False,
 )
 """The dimensions of the meshes of a layout."""
 
-PLACEMENTS = Table(
+PLACEMENTS = _table(
     "t_placements",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("position", Integer),  # place of the key in the layout
     Column("key", Text, nullable=False),  # the key
     Column("division_id", Integer, nullable=False),  # its division
-    sqlite_with_rowid=False,
 )
 """How the tensor under each key was held; keys that are not here were whole on every rank."""
 
-DIVISIONS = Table(
+DIVISIONS = _table(
     "t_divisions",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("division_id", Integer),  # number of the division
     _key("part", Integer),  # most have one part alone
@@ -455,13 +404,11 @@ DIVISIONS = Table(
     Column("ranks", Text),  # whole on these ranks
     Column("num_ranks", BigInteger, nullable=False),  # ranks that hold something by this part
     Column("num_replicas", BigInteger),  # how many have the same of it; null: that differs, or is not known
-    sqlite_with_rowid=False,
 )
 """How tensors were held: the different divisions of a layout, a row for each part of one."""
 
-DIVISION_AXES = Table(
+DIVISION_AXES = _table(
     "t_division_axes",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("division_id", Integer),  # the division
     _key("part", Integer),  # the part of it
@@ -471,13 +418,11 @@ DIVISION_AXES = Table(
     Column("placement", Text, nullable=False),  # R, S(dim) or SS(dim,stride)
     Column("dim", SmallInteger),  # the tensor's dimension that is cut; null: every rank has all
     Column("stride", BigInteger, nullable=False),  # 1, or parts that the dimension is cut into before; 0: not known
-    sqlite_with_rowid=False,
 )
 """What each dimension of a mesh does to the tensors that are held so."""
 
-DIVISION_BOXES = Table(
+DIVISION_BOXES = _table(
     "t_division_boxes",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("division_id", Integer),  # the division
     _key("part", Integer),  # the part of it
@@ -485,28 +430,23 @@ DIVISION_BOXES = Table(
     Column("offsets", Text, nullable=False),  # where the box begins, in elements, as JSON
     Column("sizes", Text, nullable=False),  # how large it is, in elements, as JSON
     Column("ranks", Text, nullable=False),  # who holds it: 0-7,16-64:8
-    sqlite_with_rowid=False,
 )
 """Boxes that follow no rule, and who holds them."""
 
-LAYOUT_ALIASES = Table(
+LAYOUT_ALIASES = _table(
     "t_layout_aliases",
-    METADATA,
     _key("object_id", BigInteger),  # the layout
     _key("group_id", Integer),  # number of the group
     _key("position", Integer),  # place in it
     Column("key", Text, nullable=False),  # the key
-    sqlite_with_rowid=False,
 )
 """Groups of keys that were one tensor."""
 
-VALUES = Table(
+VALUES = _table(
     "t_values",
-    METADATA,
     Column("data", LargeBinary, primary_key=True),  # `t_entries.data`: the value as it is encoded, or its hash
     _key("num_bytes", Integer),  # how long it is as it is encoded, which tells a value of 16 bytes from a hash
     Column("value", Text, nullable=False),  # as people read it
-    sqlite_with_rowid=False,
 )
 """Plain values in tree nodes as text, each once; those that nothing has any more stay until the index is rebuilt."""
 
@@ -525,7 +465,7 @@ Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL
 
 
 def former_name(table: Table) -> str:
-    """What the table was called before revision 0004, if it was there."""
+    """The name of the table before revision 0004, if it was there."""
     return table.name.removeprefix("t_")
 
 
@@ -534,7 +474,7 @@ _GONE = {"t_pending"}
 
 
 def our_names() -> set[str]:
-    """What tables of an index are called, of this revision or an earlier one; since 0004 some views are called so."""
+    """Names of tables of an index, of this revision or an earlier one; since 0004 some views are called so."""
     return {name for table in METADATA.sorted_tables for name in (table.name, former_name(table))} | _GONE
 
 

@@ -1,27 +1,27 @@
-"""The index in SQLite: connections to a file or to memory, and how processes make one file together.
+"""The index in files of SQLite: who has one open, who may write it, and connections to it. Imports no SQLAlchemy.
 
-Invariant: a connection begins transactions only when told to, and a file that holds tables of others is not touched.
+Invariant: a connection begins transactions only when told to, a file that holds tables of others is not touched, and
+files are removed only while no process has them open.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
 import sqlite3
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, NullPool, QueuePool, StaticPool, create_engine
+from cas_ckpt.errors import ConflictError, NotFoundError
+from cas_ckpt.held_signals import held_signals
+from cas_ckpt.uncopied import Uncopied
 
-from cas_ckpt.errors import NotFoundError
-from cas_ckpt.index.db_errors import file_refused
-from cas_ckpt.index.open_lock import may_write
-from cas_ckpt.index.schema import refuse_foreign
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 PAGE_BYTES = 512
 """Measured (docs/decisions/003-index.md): one commit dirties seven pages or so, whatever their size."""
@@ -55,18 +55,6 @@ _WRITER_PRAGMAS = (
 _ATTACHED_PRAGMAS = ("synchronous=NORMAL", "journal_size_limit=4194304")
 
 
-def open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False, afresh: bool = False) -> Engine:
-    """An engine over such connections; `shared`: over one, which all threads take in turn.
-
-    Args:
-        afresh: Each transaction gets a new one: what is open cannot notice that others write.
-    """
-    if afresh:
-        return create_engine("sqlite://", creator=connect, poolclass=NullPool)
-    pool = {"poolclass": StaticPool} if shared else {"poolclass": QueuePool, "pool_size": 4, "max_overflow": 28}
-    return create_engine("sqlite://", creator=connect, **pool)
-
-
 def connect(target: str) -> sqlite3.Connection:
     """A connection that begins transactions only when told to."""
     connection = sqlite3.connect(
@@ -85,17 +73,6 @@ def _closed_if_not_taken(connection: sqlite3.Connection) -> Iterator[None]:
     except BaseException:
         connection.close()
         raise
-
-
-def begin_writing(connection: Connection, wait_s: float | None = None) -> None:
-    """Begin the one writing transaction; `wait_s`: wait so long for another process, not as long as usual."""
-    if wait_s is not None:
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
-    try:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-    finally:
-        if wait_s is not None:
-            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * BUSY_TIMEOUT_S)}")
 
 
 def attach(connection: Connection, path: str) -> None:
@@ -117,6 +94,8 @@ def writer(path: Path) -> sqlite3.Connection:
     Raises:
         ConflictError: it is a database of somebody else.
     """
+    from cas_ckpt.index.schema import refuse_foreign  # with SQLAlchemy, as whoever asks this has
+
     _make(path)
     connection = connect(f"file:{quote(os.fsencode(path))}?mode=rw")
     with _closed_if_not_taken(connection):
@@ -166,7 +145,7 @@ def _in_turn(connection: sqlite3.Connection, statement: str) -> None:
 
 
 def reader(path: Path) -> Callable[[], sqlite3.Connection]:
-    """What opens the file `path` for reading, also on a medium where no shared memory file can be made.
+    """A function that opens the file `path` for reading, also on a medium where no shared memory file can be made.
 
     Who may not write the file makes none beside it either: it would be this user's, and lock the others out.
 
@@ -196,6 +175,11 @@ def reader(path: Path) -> Callable[[], sqlite3.Connection]:
 
 def _copied(path: Path) -> sqlite3.Connection:
     """A copy of file and log in memory: where nothing can be written, SQLite reads no log."""
+    import shutil
+    import tempfile
+
+    from cas_ckpt.index.db_errors import file_refused
+
     memory = memory_connection()
     try:
         with _closed_if_not_taken(memory), tempfile.TemporaryDirectory(prefix="cas-ckpt-index-") as folder:
@@ -214,3 +198,69 @@ def _probed(uri: str) -> sqlite3.Connection:
     with _closed_if_not_taken(connection):
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     return connection
+
+
+# --- who has a file open, and who may write it ------------------------------------------------
+
+
+class OpenLock(Uncopied):
+    """Says that a database file is open: a shared lock beside it, until `close` or the end of the process.
+
+    SQLite's log and shared memory are found by name: whoever removes them while a process has the database open, or
+    is about to, leaves two processes with files that do not belong together. So files are removed only by
+    `while_closed`. The kernel ends a lock with its process, so that none goes stale.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        self._fd: int | None = None
+        try:
+            with suppress(OSError):  # a medium that cannot be written: nothing is removed
+                self._fd = _open_lock_file(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
+        except BaseException:  # a signal: this object is lost, and a traceback would keep the lock
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """The file may be removed. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    __del__ = close
+
+
+@contextmanager
+def while_closed(path: Path) -> Iterator[None]:
+    """A time in which no process has the database open or opens it; others wait to open it, and signals wait.
+
+    Raises:
+        ConflictError: a process has it open.
+        OSError: the lock cannot be had for another reason.
+    """
+    with held_signals():
+        fd = _open_lock_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConflictError(
+                    f"index {path}: a process has it open; end that process, or name another place (no two "
+                    "repositories share one file), then try again"
+                ) from None
+            yield
+        finally:
+            os.close(fd)
+
+
+def may_write(path: Path) -> bool:
+    """Whether this user may write the file; else SQLite opens it all the same, and makes files beside it."""
+    return not os.path.exists(path) or os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _open_lock_file(path: Path, flags: int) -> int:
+    name = path.with_name(path.name + ".lock")
+    try:
+        return os.open(name, flags | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # of somebody who does not let us write, which a lock does not need here
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC)

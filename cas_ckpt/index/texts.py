@@ -76,7 +76,7 @@ def value_text(data: bytes) -> str | None:
 
 
 _BYTES = frozenset({b"\xc4", b"\xc5", b"\xc6"})
-"""What bytes of msgpack begin with."""
+"""First bytes of msgpack's bytes."""
 
 
 def json_text(data: bytes) -> str | None:
@@ -97,7 +97,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _plain(native: Any) -> Any:
-    """What JSON has for a value as msgpack gave it."""
+    """The value of JSON for one that msgpack gave."""
     if native is None or isinstance(native, (bool, int, str)):
         return native
     if isinstance(native, float):

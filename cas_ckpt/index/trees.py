@@ -24,15 +24,13 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.manifests import FLAVOR_STEP, exact_name
 from cas_ckpt.index.rows import UNKNOWN_KIND
-from cas_ckpt.index.schema import RAW_NAMES
-from cas_ckpt.index.statements import rows_by_key
+from cas_ckpt.index.statements import objects_by_id, rows_by_key
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import EntryForm, name_order
@@ -78,10 +76,11 @@ _TREES = """
         SELECT 1 FROM t_entries e WHERE e.node_id = t.node_id AND e.position = t.num_entries - 1
     ) THEN 1 ELSE 0 END FROM t_trees t WHERE t.node_id {keys}
 """
-_RAW_NAMES = KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id)
+_RAW_NAMES = "SELECT r.node_id, r.position, r.name FROM t_raw_names r WHERE r.node_id {keys}"
 _UNEXACT_NODES = "SELECT r.node_id FROM t_raw_names r"
 """Nodes that list names which no text of a database can be compared with."""
 
+_PARENTS = "SELECT DISTINCT e.parent_id FROM t_edges e WHERE e.child_id {keys}"
 _DIGESTS = "SELECT o.object_id, o.digest FROM t_objects o WHERE o.object_id {keys}"
 
 
@@ -149,7 +148,7 @@ def root_numbers(connection: Connection, roots: Collection[bytes]) -> dict[bytes
     Raises:
         RowsMissingError: the index knows no such node.
     """
-    found = {digest: number for digest, number, kind in OBJECTS_BY_ID.rows(connection, roots) if kind != UNKNOWN_KIND}
+    found = {digest: number for digest, number, kind in objects_by_id(connection, roots) if kind != UNKNOWN_KIND}
     if len(found) < len(set(roots)):
         raise RowsMissingError(set(roots) - found.keys())
     return found
@@ -178,6 +177,15 @@ def _read_nodes(connection: Connection, numbers: Collection[int]) -> dict[int, T
 def read_digests(connection: Connection, numbers: Iterable[int]) -> dict[int, Digest]:
     """Number -> id of objects."""
     return {number: Digest(digest) for number, digest in rows_by_key(connection, _DIGESTS, numbers)}
+
+
+def climb(connection: Connection, numbers: Iterable[int]) -> set[int]:
+    """These objects and all nodes that lead to them; each edge is looked at once."""
+    found = news = set(numbers)
+    while news:
+        news = {parent for (parent,) in rows_by_key(connection, _PARENTS, news)} - found
+        found = found | news
+    return found
 
 
 def _raise_missing(connection: Connection, numbers: Collection[int]) -> None:
@@ -349,7 +357,7 @@ def _is_unexact(rows: Sequence[tuple[Any, ...]], place: int) -> bool:
 
 def _exact_names(connection: Connection, nodes: Collection[int]) -> dict[tuple[int, int], str]:
     """(node, position) -> the exact name, where it is another one than in `t_entries`."""
-    rows = _RAW_NAMES.rows(connection, nodes)
+    rows = rows_by_key(connection, _RAW_NAMES, nodes)
     return {(node, position): exact_name("", bytes(name)) for node, position, name in rows}
 
 

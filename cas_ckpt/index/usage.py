@@ -20,22 +20,14 @@ Knows nothing of branches, and not which commits live: the caller labels the roo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from sqlalchemy import Column, Connection, FromClause, Integer, Select, case, func, select, text
+from sqlalchemy import Column, Connection, Integer
 
-from cas_ckpt.index.database import (
-    OBJECTS_BY_ID,
-    execute,
-    insert_missing,
-    key_column,
-    number_table,
-    rows_for,
-    scratch_tables,
-)
+from cas_ckpt.index.database import insert_missing, key_column, number_table, scratch_tables
 from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
-from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.statements import rows_by_key
+from cas_ckpt.index.schema import NOWHERE
+from cas_ckpt.index.statements import change, change_by_key, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import read_digests
 from cas_ckpt.objects.digest import Digest, ObjectKind
 
@@ -43,17 +35,6 @@ _SHARED = 0
 """Label of what two groups or more lead to; groups count from 1."""
 
 _OBJECTS_PER_READ = 2_000
-
-_SIZES = (
-    select(
-        LOCATIONS.c.object_id,
-        func.max(LOCATIONS.c.kind).label("kind"),
-        func.max(LOCATIONS.c.num_bytes).label("num_bytes"),
-    )
-    .where(LOCATIONS.c.pack_id != NOWHERE)
-    .group_by(LOCATIONS.c.object_id)
-)
-"""Kind and plain bytes of objects, one in several extents counted once."""
 
 _Join: TypeAlias = Callable[[int, int], int]
 """Two labels of one object -> the label that it gets."""
@@ -95,10 +76,7 @@ def under(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, Usage
     with scratch_tables(connection, _STARTS):
         starts = [(number, owners[digest]) for digest, number in _numbers(connection, wanted).items()]
         insert_missing(connection, _STARTS, sorted(starts))
-        reached = select(_STARTS.c.owner, _STARTS.c.object_id).cte("reached", recursive=True)
-        below = select(reached.c.owner, EDGES.c.child_id).join(EDGES, EDGES.c.parent_id == reached.c.object_id)
-        whole = reached.union(below)
-        found = measure(connection, select(whole.c.owner, whole.c.object_id))
+        found = measure(connection, _UNDER)
     return {digest: found.get(owner, Usage()) for digest, owner in owners.items()}
 
 
@@ -169,68 +147,59 @@ def _by_label(connection: Connection, labels: Mapping[bytes, int], join: _Join) 
         rows = sorted((number, labels[digest]) for digest, number in _numbers(connection, labels).items())
         insert_missing(connection, _LABELLED, rows)
         insert_missing(connection, _WAVE, rows)
-        while execute(connection, _PUSH):
-            execute(connection, "DELETE FROM wave")
-            execute(connection, _TAKE_NEW)
-            execute(connection, "INSERT INTO labelled SELECT object_id, label FROM wave")
-            execute(connection, _DROP_SETTLED)
+        while change(connection, _PUSH):
+            change(connection, "DELETE FROM wave")
+            change(connection, _TAKE_NEW)
+            change(connection, "INSERT INTO labelled SELECT object_id, label FROM wave")
+            change(connection, _DROP_SETTLED)
             _join_differing(connection, join)
-            execute(connection, "DELETE FROM pushed")
-        return measure(connection, select(_LABELLED.c.label.label("owner"), _LABELLED.c.object_id))
+            change(connection, "DELETE FROM pushed")
+        return measure(connection, "SELECT label AS owner, object_id FROM labelled")
 
 
 def _join_differing(connection: Connection, join: _Join) -> None:
     """Give those objects their label that were pushed several, or another one than they had."""
-    numbers = connection.execute(text(_SOME), {"after": -1}).scalars().all()
-    while numbers:
-        rows = connection.execute(text(_DIFFERING), {"first": numbers[0], "last": numbers[-1]}).all()
-        had = {number: label for number, _, label in rows}
+    after = -1
+    while numbers := rows(connection, _SOME, after=after):
+        first, after = numbers[0][0], numbers[-1][0]
+        differing = rows(connection, _DIFFERING, first=first, last=after)
+        had = {number: label for number, _, label in differing}
         joined = dict(had)
-        for number, pushed, _ in rows:
+        for number, pushed, _ in differing:
             label = joined[number]
             joined[number] = pushed if label is None else join(label, pushed)
         changed = [(number, label) for number, label in joined.items() if label != had[number]]
-        if changed:
-            gone = [{"number": number} for number, _ in changed]
-            connection.execute(text("DELETE FROM labelled WHERE object_id = :number"), gone)
-            insert_missing(connection, _LABELLED, changed)
-            insert_missing(connection, _WAVE, changed)
-        numbers = connection.execute(text(_SOME), {"after": numbers[-1]}).scalars().all()
+        change_by_key(connection, "DELETE FROM labelled WHERE object_id {keys}", [number for number, _ in changed])
+        insert_missing(connection, _LABELLED, changed)
+        insert_missing(connection, _WAVE, changed)
 
 
 def _numbers(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, int]:
     """Digest -> number, of those that the index knows."""
-    return {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, digests)}
+    return {digest: number for digest, number, _ in objects_by_id(connection, digests)}
 
 
-def measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:
-    """Owner -> sums over its (owner, object) pairs."""
-    each = _sizes(reached.subquery())
-    chunk = each.c.kind == ObjectKind.CHUNK
-    size = each.c.num_bytes
-    columns = [
-        func.sum(case((condition, value), else_=0))
-        for condition, value in ((chunk, 1), (chunk, size), (~chunk, 1), (~chunk, size))
-    ]
-    query = select(each.c.owner, *columns, func.sum(each.c.stored_bytes)).group_by(each.c.owner)
-    return {owner: Usage(*map(int, sums)) for owner, *sums in connection.execute(query)}
+def measure(connection: Connection, reached: str) -> dict[int, Usage]:
+    """Owner -> sums over its (owner, object_id) pairs, which the query `reached` gives."""
+    return {owner: Usage(*map(int, sums)) for owner, *sums in rows(connection, _SUMS.format(reached=reached))}
 
 
-def _sizes(reached: FromClause) -> FromClause:
-    """One row per (owner, object): kind, plain bytes, and stored bytes of all its extents."""
-    stored = func.sum(LOCATIONS.c.stored_bytes + LOCATIONS.c.header_bytes).label("stored_bytes")
-    return (
-        select(
-            reached.c.owner,
-            func.max(LOCATIONS.c.kind).label("kind"),
-            func.max(LOCATIONS.c.num_bytes).label("num_bytes"),
-            stored,
-        )
-        .join(LOCATIONS, LOCATIONS.c.object_id == reached.c.object_id)
-        .where(LOCATIONS.c.pack_id != NOWHERE)
-        .group_by(reached.c.owner, reached.c.object_id)
-        .subquery()
-    )
+_UNDER = """
+    WITH RECURSIVE reached(owner, object_id) AS (
+        SELECT owner, object_id FROM usage_starts
+        UNION SELECT r.owner, e.child_id FROM reached r JOIN t_edges e ON e.parent_id = r.object_id
+    ) SELECT owner, object_id FROM reached
+"""
+_SUMS = f"""
+    SELECT owner, sum(chunk), sum(chunk * num_bytes), sum(1 - chunk), sum((1 - chunk) * num_bytes), sum(stored_bytes)
+    FROM (
+        SELECT r.owner, CASE max(l.kind) WHEN {int(ObjectKind.CHUNK)} THEN 1 ELSE 0 END AS chunk,
+            max(l.num_bytes) AS num_bytes, sum(l.stored_bytes + l.header_bytes) AS stored_bytes
+        FROM ({{reached}}) r JOIN t_locations l ON l.object_id = r.object_id
+        WHERE l.pack_id <> {NOWHERE} GROUP BY r.owner, r.object_id
+    ) s GROUP BY owner
+"""
+"""One row for each (owner, object) inside: its plain bytes, and the stored bytes of all its extents."""
 
 
 # --- upward -----------------------------------------------------------------------------------
@@ -274,8 +243,8 @@ def commits_holding(connection: Connection, digest: bytes) -> list[bytes]:
     A layout is held by the commits that name it, a commit by itself.
     """
     with scratch_tables(connection, _ABOVE):
-        execute(connection, _CLIMB, digest=digest)
-        return [row.digest for row in connection.execute(text(_HOLDING), {"digest": digest})]
+        change(connection, _CLIMB, digest=digest)
+        return [commit for _, commit in rows(connection, _HOLDING, digest=digest)]
 
 
 _SPREAD = """
@@ -302,7 +271,7 @@ def some_chunks(connection: Connection, tensors: Collection[bytes], *, most: int
         tensors: Ids of tensor nodes, or of the only chunks of tensors. Unknown ones have no chunks.
         most: At most so many of one tensor.
     """
-    kinds = {number: kind for _, number, kind in OBJECTS_BY_ID.rows(connection, tensors)}
+    kinds = {number: kind for _, number, kind in objects_by_id(connection, tensors)}
     chunks = {number for number, kind in kinds.items() if kind == ObjectKind.CHUNK}
     pages: dict[int, list[int]] = {}
     for tensor, child, kind in rows_by_key(connection, _SPREAD, kinds.keys() - chunks, most=most):
@@ -327,19 +296,20 @@ def nearest(connection: Connection, digests: Iterable[bytes], *, limit: int = 10
     Args:
         digests: Chunks of a state, or a sample of some hundred of them.
     """
-    query = select(OBJECTS.c.object_id).where(OBJECTS.c.kind != UNKNOWN_KIND)
-    numbers = [row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)]
+    numbers = [number for _, number, kind in objects_by_id(connection, digests) if kind != UNKNOWN_KIND]
     if not numbers:
         return []
-    masks = _masks(connection, {number: 1 << bit for bit, number in enumerate(numbers)})
-    sizes = _bits_by_size(connection, numbers)
-    roots = connection.execute(
-        text(
-            "SELECT c.object_id AS number, c.digest, c.time_us, o.object_id AS root "
-            "FROM t_commits c CROSS JOIN t_objects o WHERE o.digest = c.root"
-        )
+    bits = {number: 1 << bit for bit, number in enumerate(numbers)}
+    masks = _masks(connection, bits)
+    sizes: dict[int, int] = {}
+    for number, size in rows_by_key(connection, _PLAIN_BYTES, numbers):
+        sizes[size] = sizes.get(size, 0) | bits[number]
+    roots = rows(
+        connection,
+        "SELECT o.object_id, c.time_us, c.object_id, c.digest FROM t_commits c CROSS JOIN t_objects o "
+        "WHERE o.digest = c.root",
     )
-    found = [(masks[row.root], row.time_us, row.number, row.digest) for row in roots if row.root in masks]
+    found = [(masks[root], *commit) for root, *commit in roots if root in masks]
     worth = {
         mask: sum(size * (mask & bits).bit_count() for size, bits in sizes.items())
         for mask in {mask for mask, *_ in found}
@@ -372,26 +342,15 @@ def _upward(connection: Connection, news: _Masks) -> dict[str, int]:
     A text for each child costs a tenth of a row for each edge; and what is in every commit has the
     same thousand parents.
     """
-    connection.execute(_FRONTIER.delete())
+    change(connection, "DELETE FROM frontier")
     insert_missing(connection, _FRONTIER, [(number,) for number in sorted(news)])
     sqlite = connection.dialect.name == "sqlite"
     parents = "group_concat(e.parent_id)" if sqlite else "string_agg(CAST(e.parent_id AS TEXT), ',')"
-    rows = connection.execute(
-        text(f"SELECT f.object_id, (SELECT {parents} FROM t_edges e WHERE e.child_id = f.object_id) FROM frontier f")
-    )
+    asked = f"SELECT f.object_id, (SELECT {parents} FROM t_edges e WHERE e.child_id = f.object_id) FROM frontier f"
     found: dict[str, int] = {}
-    for child, joined in rows:
+    for child, joined in rows(connection, asked):
         if joined is not None:
             found[joined] = found.get(joined, 0) | news[child]
-    return found
-
-
-def _bits_by_size(connection: Connection, numbers: list[int]) -> dict[int, int]:
-    """Plain bytes -> the chunks that are so big, one bit each."""
-    bits = {number: 1 << bit for bit, number in enumerate(numbers)}
-    found: dict[int, int] = {}
-    for row in rows_for(connection, _SIZES, LOCATIONS.c.object_id, numbers):
-        found[row.num_bytes] = found.get(row.num_bytes, 0) | bits[row.object_id]
     return found
 
 
@@ -400,36 +359,38 @@ def _bits_by_size(connection: Connection, numbers: list[int]) -> dict[int, int]:
 
 def read_stats(connection: Connection) -> IndexStats:
     """How much of everything the index knows."""
-    num_packs, pack_bytes = connection.execute(select(func.count(), func.sum(PACKS.c.size_bytes))).one()
-    each = _SIZES.subquery()
-    by_kind = select(each.c.kind, func.count(), func.sum(each.c.num_bytes)).group_by(each.c.kind).order_by(each.c.kind)
-    objects = {ObjectKind(kind): (count, int(size)) for kind, count, size in connection.execute(by_kind)}
-    missing = select(func.count()).select_from(LOCATIONS).where(LOCATIONS.c.pack_id == NOWHERE)
+    by_kind = f"""
+        SELECT kind, count(*), sum(num_bytes) FROM (
+            SELECT max(l.kind) AS kind, max(l.num_bytes) AS num_bytes FROM t_locations l
+            WHERE l.pack_id <> {NOWHERE} GROUP BY l.object_id
+        ) o GROUP BY kind ORDER BY kind
+    """
+    ((num_packs, pack_bytes),) = rows(connection, "SELECT count(*), sum(size_bytes) FROM t_packs")
     return IndexStats(
         num_packs=num_packs,
         pack_bytes=int(pack_bytes or 0),
-        objects=objects,
-        num_commits=_count_rows(connection, COMMITS),
-        num_edges=_count_rows(connection, EDGES),
-        num_missing=connection.execute(missing).scalar_one(),
+        objects={ObjectKind(kind): (count, int(size)) for kind, count, size in rows(connection, by_kind)},
+        num_commits=_count(connection, "t_commits"),
+        num_edges=_count(connection, "t_edges"),
+        num_missing=_count(connection, f"t_locations WHERE pack_id = {NOWHERE}"),
     )
 
 
-def _count_rows(connection: Connection, table: FromClause) -> int:
-    return connection.execute(select(func.count()).select_from(table)).scalar_one()
+def _count(connection: Connection, what: str) -> int:
+    return int(rows(connection, f"SELECT count(*) FROM {what}")[0][0])
 
 
 def count_extents(connection: Connection, root: bytes) -> tuple[int, int]:
     """(chunks, extents) of the state `root`, every chunk once, a second copy of an extent not counted."""
-    start = select(OBJECTS.c.object_id).where(OBJECTS.c.digest == root).cte("reached", recursive=True)
-    reached = start.union(select(EDGES.c.child_id).join(start, EDGES.c.parent_id == start.c.object_id))
-    extents = (
-        select(LOCATIONS.c.object_id, LOCATIONS.c.first_leaf)
-        .join(reached, reached.c.object_id == LOCATIONS.c.object_id)
-        .where(LOCATIONS.c.pack_id != NOWHERE, LOCATIONS.c.kind == ObjectKind.CHUNK)
-        .distinct()
-        .subquery()
-    )
-    query = select(func.count(extents.c.object_id.distinct()), func.count()).select_from(extents)
-    num_chunks, num_extents = connection.execute(query).one()
+    query = f"""
+        WITH RECURSIVE reached(object_id) AS (
+            SELECT object_id FROM t_objects WHERE digest = :root
+            UNION SELECT e.child_id FROM reached r JOIN t_edges e ON e.parent_id = r.object_id
+        )
+        SELECT count(DISTINCT object_id), count(*) FROM (
+            SELECT DISTINCT l.object_id, l.first_leaf FROM reached r JOIN t_locations l ON l.object_id = r.object_id
+            WHERE l.pack_id <> {NOWHERE} AND l.kind = {int(ObjectKind.CHUNK)}
+        ) x
+    """
+    ((num_chunks, num_extents),) = rows(connection, query, root=root)
     return num_chunks, num_extents

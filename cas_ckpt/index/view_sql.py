@@ -1,4 +1,4 @@
-"""What views are made of: columns, recursive queries, and their text in the words of each database.
+"""The parts of views: columns, recursive queries, and their text in the words of each database.
 
     columns        of a kind and with what they are about; times as text and in seconds, objects as id and number
     WORD[...]      what SQLite and PostgreSQL say otherwise
@@ -42,7 +42,7 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "ENTRIES_OF": ("t_entries", "LATERAL (SELECT i.* FROM t_entries i WHERE i.node_id = {0} OFFSET 0)"),
     "FEW": ("likelihood({0}, 0.0001)", "{0}"),
 }
-"""What a word is in SQLite, and in PostgreSQL. HEX: of what is never null, as SQLite makes "" of null. EXACT: text that
+"""Word -> its SQL in SQLite and in PostgreSQL. HEX: of what is never null, as SQLite makes "" of null. EXACT: text that
 is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without
 statistics SQLite takes all tables for equally long. FIRST_LINE: of a text. ENTRIES_OF: t_entries where the node is
 asked for as well: PostgreSQL, which takes every walk for a long one, would read the whole table for each commit.
@@ -110,7 +110,6 @@ class Each:
         return "each.value" if len(self.columns) == 1 else f"json_extract(each.value, '$[{self.columns.index(name)}]')"
 
 
-@dataclass(frozen=True, slots=True)
 class View:
     """A view.
 
@@ -119,11 +118,8 @@ class View:
         source: What follows FROM. In it, and in columns, EACH stands for `each`, EACH.name for a column of that.
     """
 
-    name: str
-    about: str
-    columns: tuple[ViewColumn, ...]
-    source: str
-    each: Each | None = None
+    def __init__(self, name: str, about: str, source: str, *columns: ViewColumn, each: Each | None = None) -> None:
+        self.name, self.about, self.source, self.columns, self.each = name, about, source, columns, each
 
     def text(self, dialect: str) -> str:
         """The statement that makes it."""

@@ -106,56 +106,51 @@ _SIZES = (
 _ABOUT = View(
     "about",
     "this index: one row",
-    (
-        integer("views_version", str(VIEWS_VERSION), "version of the views; a later one has more columns and views"),
-        text("schema_revision", "v.version_num", "revision of the tables below, which are nobody's business"),
-        text("store_id", "(SELECT m.value FROM t_meta m WHERE m.key = 'store_id')", "id of the store that it is about"),
-    ),
     "alembic_version v",
+    integer("views_version", str(VIEWS_VERSION), "version of the views; a later one has more columns and views"),
+    text("schema_revision", "v.version_num", "revision of the tables below, which are nobody's business"),
+    text("store_id", "(SELECT m.value FROM t_meta m WHERE m.key = 'store_id')", "id of the store that it is about"),
 )
 _COMMITS = View(
     "commits",
     "each commit that the index knows, forgotten ones too",
-    (
-        *_COMMIT,
-        *one_called("root", "c.root", "id of its state: equal for equal states"),
-        *one_called("layout", "c.layout", "id of its layout"),
-        text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
-        text("message", "c.message", "its message"),
-        text("author", "c.author", "who made it"),
-        *moment("time", "c.time_us", "when it was made"),
-        integer("step", "c.step", "step of the training"),
-        text("metrics", "c.metrics", "its metrics as JSON, NaN and infinities as text; as rows they are in `metrics`"),
-        integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
-        text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
-        integer("total_bytes", "STAT[total_bytes]", "plain bytes of its tensors and values, as it was made"),
-        integer("new_bytes", "STAT[new_bytes]", "those that no earlier commit had"),
-        integer("stored_bytes", "STAT[stored_bytes]", "bytes that were written into packs for it"),
-        integer("num_entries", "STAT[num_entries]", "entries of its state"),
-        integer("num_tensors", "STAT[num_tensors]", "tensors among them"),
-        integer("num_chunks", "STAT[num_chunks]", "chunks of its state"),
-        integer("num_new_chunks", "STAT[num_new_chunks]", "those that were new"),
-        text(
-            "continued_from",
-            "(SELECT min(HEX[l.target]) FROM t_lineage l WHERE l.object_id = c.object_id "
-            "AND l.kind = 'continued-from')",
-            "id of what its state came from, where others committed to the branch meanwhile; null: its parent",
-        ),
-        integer(
-            "is_forgotten",
-            "CASE WHEN EXISTS (SELECT 1 FROM t_forgotten x WHERE x.digest = c.digest) THEN 1 ELSE 0 END",
-            "1: it was forgotten, and no ref names it: its data may be gone; 0: it was not",
-        ),
-        *(
-            text(name, f"(SELECT k.{name} FROM t_commit_texts k WHERE k.object_id = c.object_id)", about)
-            for name, about in (
-                ("meta", f"the metadata that it was given, as JSON; null: none, or more than {MOST_CHARS} characters"),
-                ("provenance", "where and by what it was made, as JSON; null: that was not kept, or is as long"),
-                ("signed_by", "fingerprint of the key that its signature names, NOT verified; null: not signed"),
-            )
-        ),
-    ),
     "t_commits c",
+    *_COMMIT,
+    *one_called("root", "c.root", "id of its state: equal for equal states"),
+    *one_called("layout", "c.layout", "id of its layout"),
+    text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
+    text("message", "c.message", "its message"),
+    text("author", "c.author", "who made it"),
+    *moment("time", "c.time_us", "when it was made"),
+    integer("step", "c.step", "step of the training"),
+    text("metrics", "c.metrics", "its metrics as JSON, NaN and infinities as text; as rows they are in `metrics`"),
+    integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
+    text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
+    integer("total_bytes", "STAT[total_bytes]", "plain bytes of its tensors and values, as it was made"),
+    integer("new_bytes", "STAT[new_bytes]", "those that no earlier commit had"),
+    integer("stored_bytes", "STAT[stored_bytes]", "bytes that were written into packs for it"),
+    integer("num_entries", "STAT[num_entries]", "entries of its state"),
+    integer("num_tensors", "STAT[num_tensors]", "tensors among them"),
+    integer("num_chunks", "STAT[num_chunks]", "chunks of its state"),
+    integer("num_new_chunks", "STAT[num_new_chunks]", "those that were new"),
+    text(
+        "continued_from",
+        "(SELECT min(HEX[l.target]) FROM t_lineage l WHERE l.object_id = c.object_id AND l.kind = 'continued-from')",
+        "id of what its state came from, where others committed to the branch meanwhile; null: its parent",
+    ),
+    integer(
+        "is_forgotten",
+        "CASE WHEN EXISTS (SELECT 1 FROM t_forgotten x WHERE x.digest = c.digest) THEN 1 ELSE 0 END",
+        "1: it was forgotten, and no ref names it: its data may be gone; 0: it was not",
+    ),
+    *(
+        text(name, f"(SELECT k.{name} FROM t_commit_texts k WHERE k.object_id = c.object_id)", about)
+        for name, about in (
+            ("meta", f"the metadata that it was given, as JSON; null: none, or more than {MOST_CHARS} characters"),
+            ("provenance", "where and by what it was made, as JSON; null: that was not kept, or is as long"),
+            ("signed_by", "fingerprint of the key that its signature names, NOT verified; null: not signed"),
+        )
+    ),
 )
 _HOLDING = f"SELECT 1 FROM t_locations {{0}} WHERE {{0}}.object_id = below.object_id AND {{0}}.pack_id <> {NOWHERE}"
 """Extents of an object. It is all there if one holds it whole, or if there is its first leaf, and where one ends before
@@ -163,11 +158,11 @@ the object does another goes on."""
 _COMPLETENESS = View(
     "completeness",
     "each commit, and whether all of its state is stored; name a commit",
-    (
-        *_COMMIT,
-        integer(
-            "num_missing",
-            f"""(
+    "t_commits c",
+    *_COMMIT,
+    integer(
+        "num_missing",
+        f"""(
         WITH RECURSIVE below(object_id) AS (
             SELECT s.object_id FROM (
                 SELECT {number_of("c.root")} AS object_id
@@ -181,51 +176,48 @@ _COMPLETENESS = View(
             AND (l.first_leaf + l.num_leaves) * l.leaf_bytes < l.num_bytes
             AND NOT EXISTS ({_HOLDING.format("m")} AND m.first_leaf <= l.first_leaf + l.num_leaves
                 AND m.first_leaf + m.num_leaves > l.first_leaf + l.num_leaves))))""",
-            "objects of its state, or its layout, that packs do not have all of; 0: it is complete",
-        ),
+        "objects of its state, or its layout, that packs do not have all of; 0: it is complete",
     ),
-    "t_commits c",
 )
 _PARENTS = View(
     "parents",
     "each parent of each commit",
     (
-        *_COMMIT,
-        integer("position", "p.position", "0 for the first parent"),
-        *one_called("parent", "p.parent", "id of the parent"),
+        "(SELECT f.object_id, 0 AS position, f.first_parent AS parent FROM t_commits f "
+        "WHERE f.first_parent IS NOT NULL UNION ALL SELECT m.object_id, m.position, m.parent FROM t_more_parents m) p "
+        "JOIN t_commits c ON c.object_id = p.object_id"
     ),
-    "(SELECT f.object_id, 0 AS position, f.first_parent AS parent FROM t_commits f WHERE f.first_parent IS NOT NULL "
-    "UNION ALL SELECT m.object_id, m.position, m.parent FROM t_more_parents m) p "
-    "JOIN t_commits c ON c.object_id = p.object_id",
+    *_COMMIT,
+    integer("position", "p.position", "0 for the first parent"),
+    *one_called("parent", "p.parent", "id of the parent"),
 )
 _REFS = View(
     "refs",
     "each branch, tag, pin and remote-tracking branch",
-    (
-        *_REF,
-        text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
-        *one_called("commit", "r.target", "id of the commit that it names"),
-        *(
-            text(
-                name,
-                "(SELECT k.note FROM t_ref_records k WHERE k.name = r.name AND k.note <> '' "
-                f"AND substr(k.name, 1, 10) = '{kind}')",
-                about,
-            )
-            for name, kind, about in (
-                ("message", "refs/tags/", "message of an annotated tag; null: any other ref"),
-                ("reason", "refs/pins/", "why a pin was made; null: nobody said, or any other ref"),
-            )
-        ),
-    ),
     f"{_REFS_NOW} WHERE {_IS_REF}",
+    *_REF,
+    text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
+    *one_called("commit", "r.target", "id of the commit that it names"),
+    *(
+        text(
+            name,
+            "(SELECT k.note FROM t_ref_records k WHERE k.name = r.name AND k.note <> '' "
+            f"AND substr(k.name, 1, 10) = '{kind}')",
+            about,
+        )
+        for name, kind, about in (
+            ("message", "refs/tags/", "message of an annotated tag; null: any other ref"),
+            ("reason", "refs/pins/", "why a pin was made; null: nobody said, or any other ref"),
+        )
+    ),
 )
 _HISTORY = View(
     "history",
     "each ref and each commit that it leads to; name a ref",
-    (*_REF, *one("commit", "EACH.commit_no", "id of the commit")),
     f"{_REFS_NOW} CROSS JOIN EACH WHERE {_IS_REF}",
-    Each(
+    *_REF,
+    *one("commit", "EACH.commit_no", "id of the commit"),
+    each=Each(
         """led(commit_no) AS (
         SELECT o.object_id FROM t_objects o CROSS JOIN t_commits c
         WHERE o.digest = r.target AND c.object_id = o.object_id
@@ -242,17 +234,6 @@ _HISTORY = View(
 _REFLOG = View(
     "reflog",
     "each move of each ref, deleted ones too, as `reflog` lists them; name a ref",
-    (
-        *_REF,
-        text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
-        integer("position", "r.position", "the later, the higher: of the moves that the ref's own record remembers"),
-        integer("number", "r.number", "0: such a move; commits on top of it count from 1"),
-        *one_called("old", "r.old", "id of the commit that it named before; null: none"),
-        *one_called("new", "r.new", "id of the commit that it named then; null: it was deleted"),
-        text("action", "r.action", "what was done, as `branch: set to main` or `commit: warm-up done`"),
-        text("author", "r.author", "by whom"),
-        *moment("time", "r.time_us", "when"),
-    ),
     """(
         SELECT m.name, m.position, 0 AS number, m.old, m.new, m.action, m.author, m.time_us FROM t_ref_moves m
         UNION ALL
@@ -272,7 +253,16 @@ _REFLOG = View(
             OR EXISTS (SELECT 1 FROM t_ref_moves n WHERE n.name = k.name AND n.position = 0)
         ) g CROSS JOIN EACH CROSS JOIN t_commits f WHERE f.object_id = EACH.commit_no
     ) r""",
-    Each(
+    *_REF,
+    text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
+    integer("position", "r.position", "the later, the higher: of the moves that the ref's own record remembers"),
+    integer("number", "r.number", "0: such a move; commits on top of it count from 1"),
+    *one_called("old", "r.old", "id of the commit that it named before; null: none"),
+    *one_called("new", "r.new", "id of the commit that it named then; null: it was deleted"),
+    text("action", "r.action", "what was done, as `branch: set to main` or `commit: warm-up done`"),
+    text("author", "r.author", "by whom"),
+    *moment("time", "r.time_us", "when"),
+    each=Each(
         """line(commit_no, place) AS (
         SELECT o.object_id, 0 FROM t_objects o CROSS JOIN t_commits a
         WHERE o.digest = g.top AND a.object_id = o.object_id AND (g.stop IS NULL OR g.stop <> g.top)
@@ -289,24 +279,20 @@ _REFLOG = View(
 _METRICS = View(
     "metrics",
     "each metric of each commit",
-    (
-        *_COMMIT,
-        text("name", "EXACT[m.name]", "name of the metric"),
-        real("value", "m.value", "its value; null: it is NaN"),
-        integer("is_nan", "CASE WHEN m.value IS NULL THEN 1 ELSE 0 END", "1: it is NaN; 0: a number, or infinite"),
-    ),
     "t_metrics m JOIN t_commits c ON c.object_id = m.object_id",
+    *_COMMIT,
+    text("name", "EXACT[m.name]", "name of the metric"),
+    real("value", "m.value", "its value; null: it is NaN"),
+    integer("is_nan", "CASE WHEN m.value IS NULL THEN 1 ELSE 0 END", "1: it is NaN; 0: a number, or infinite"),
 )
 _LINEAGE = View(
     "lineage",
     "each thing that a commit's state was made from, apart from its parents",
-    (
-        *_COMMIT,
-        integer("position", "l.position", "place in the list that was given"),
-        text("kind", "l.kind", "`fine-tune-of`, `merged-from`, ..."),
-        *one_called("target", "l.target", "id of the commit that it was made from"),
-    ),
     "t_lineage l JOIN t_commits c ON c.object_id = l.object_id",
+    *_COMMIT,
+    integer("position", "l.position", "place in the list that was given"),
+    text("kind", "l.kind", "`fine-tune-of`, `merged-from`, ..."),
+    *one_called("target", "l.target", "id of the commit that it was made from"),
 )
 _FORM, _FLAVOR = f"(e.form % {FLAVOR_STEP})", f"(e.form / {FLAVOR_STEP})"
 _SPEC = "(SELECT s.{0} FROM t_specs s WHERE s.spec_id = e.spec_id)"
@@ -344,56 +330,56 @@ _ENTRIES = View(
     "entries",
     "each entry of each commit, as `ls` lists them; name a commit",
     (
-        *_COMMIT,
-        text("key", "EXACT[EACH.prefix || e.name]", "its key"),
-        text(
-            "kind",
-            f"CASE WHEN e.form = {_CONTAINER} THEN t.kind WHEN {_FORM} = {_VALUE} THEN 'value' ELSE "
-            f"CASE {_FLAVOR} WHEN 0 THEN 'tensor' WHEN 1 THEN 'array' ELSE 'value' END END",
-            "`tensor`, `array`, `value`; or the kind of a composite tensor, or of an empty container",
-        ),
-        text(
-            "dtype",
-            f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.dtype {_PARTS} AND p.name IN "
-            f"('int_repr', 'items', 'values') ORDER BY p.name DESC LIMIT 1) ELSE {_TYPED.format('dtype')} END",
-            "dtype of a tensor or array",
-        ),
-        text(
-            "shape",
-            f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.shape {_PARTS} AND p.name = 'items' LIMIT 1) "
-            f"ELSE {_TYPED.format('shape')} END",
-            "its shape, as JSON; null for a sparse or quantized tensor",
-        ),
-        integer(
-            "num_bytes",
-            f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT CAST(coalesce(sum(s.num_bytes), 0) AS BIGINT) {_PARTS}) "
-            f"ELSE {_SPEC.format('num_bytes')} END",
-            "plain bytes; of a value as it is encoded",
-        ),
-        integer(
-            "num_chunks",
-            f"CASE {_FORM} WHEN {_SINGLE} THEN 1 WHEN {int(EntryForm.TENSOR)} THEN "
-            "(SELECT x.num_chunks FROM t_tensors x WHERE x.object_id = e.child_id) ELSE 0 END",
-            "chunks that it consists of; 0: it is inline, or a composite tensor",
-        ),
-        *one("object", "e.child_id", "id of the tensor, chunk or tree that holds it; null: it is inline"),
-        text(
-            "content",
-            "coalesce((SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = e.child_id), HEX[e.data])",
-            "equal for equal bytes of one length: that id, or what is inline, as it is or its hash",
-        ),
-        text(
-            "value",
-            f"CASE WHEN e.form = {_VALUE} THEN "
-            f"(SELECT v.value FROM t_values v WHERE v.data = e.data AND v.num_bytes = {_SPEC.format('num_bytes')}) END",
-            f"a plain value of at most {INLINE_BYTES} bytes: text as it is, else as JSON, and what JSON lacks as "
-            "Python's `str`; null: bytes, a longer value, a tensor",
-        ),
+        "t_commits c CROSS JOIN EACH CROSS JOIN ENTRIES_OF[EACH.node_id] e "
+        f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
+        f"WHERE e.node_id = EACH.node_id AND {_IS_LEAF}"
     ),
-    "t_commits c CROSS JOIN EACH CROSS JOIN ENTRIES_OF[EACH.node_id] e "
-    f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
-    f"WHERE e.node_id = EACH.node_id AND {_IS_LEAF}",
-    Each(
+    *_COMMIT,
+    text("key", "EXACT[EACH.prefix || e.name]", "its key"),
+    text(
+        "kind",
+        f"CASE WHEN e.form = {_CONTAINER} THEN t.kind WHEN {_FORM} = {_VALUE} THEN 'value' ELSE "
+        f"CASE {_FLAVOR} WHEN 0 THEN 'tensor' WHEN 1 THEN 'array' ELSE 'value' END END",
+        "`tensor`, `array`, `value`; or the kind of a composite tensor, or of an empty container",
+    ),
+    text(
+        "dtype",
+        f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.dtype {_PARTS} AND p.name IN "
+        f"('int_repr', 'items', 'values') ORDER BY p.name DESC LIMIT 1) ELSE {_TYPED.format('dtype')} END",
+        "dtype of a tensor or array",
+    ),
+    text(
+        "shape",
+        f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.shape {_PARTS} AND p.name = 'items' LIMIT 1) "
+        f"ELSE {_TYPED.format('shape')} END",
+        "its shape, as JSON; null for a sparse or quantized tensor",
+    ),
+    integer(
+        "num_bytes",
+        f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT CAST(coalesce(sum(s.num_bytes), 0) AS BIGINT) {_PARTS}) "
+        f"ELSE {_SPEC.format('num_bytes')} END",
+        "plain bytes; of a value as it is encoded",
+    ),
+    integer(
+        "num_chunks",
+        f"CASE {_FORM} WHEN {_SINGLE} THEN 1 WHEN {int(EntryForm.TENSOR)} THEN "
+        "(SELECT x.num_chunks FROM t_tensors x WHERE x.object_id = e.child_id) ELSE 0 END",
+        "chunks that it consists of; 0: it is inline, or a composite tensor",
+    ),
+    *one("object", "e.child_id", "id of the tensor, chunk or tree that holds it; null: it is inline"),
+    text(
+        "content",
+        "coalesce((SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = e.child_id), HEX[e.data])",
+        "equal for equal bytes of one length: that id, or what is inline, as it is or its hash",
+    ),
+    text(
+        "value",
+        f"CASE WHEN e.form = {_VALUE} THEN "
+        f"(SELECT v.value FROM t_values v WHERE v.data = e.data AND v.num_bytes = {_SPEC.format('num_bytes')}) END",
+        f"a plain value of at most {INLINE_BYTES} bytes: text as it is, else as JSON, and what JSON lacks as "
+        "Python's `str`; null: bytes, a longer value, a tensor",
+    ),
+    each=Each(
         f"""walk(prefix, node_id, depth) AS (
         SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}, 0
         UNION ALL SELECT {_PREFIX}, w.child_id, walk.depth + 1
@@ -435,28 +421,28 @@ that is in them."""
 _KEY_CHANGES = View(
     "key_changes",
     "each key that a commit changed against its first parent; name a commit",
-    (*_COMMIT, text("key", "EXACT[EACH.key]", "the key"), text("change", "EACH.change", "`new`, `changed`, or `gone`")),
     "t_commits c CROSS JOIN EACH",
-    Each(_DIFFERENCE, "found", ("key", "change")),
+    *_COMMIT,
+    text("key", "EXACT[EACH.key]", "the key"),
+    text("change", "EACH.change", "`new`, `changed`, or `gone`"),
+    each=Each(_DIFFERENCE, "found", ("key", "change")),
 )
 _IS_THERE = "EXISTS (SELECT 1 FROM t_trees t WHERE t.node_id = {})"
 _IS_KNOWN = f"{_IS_THERE.format(number_of('c.root'))} AND (c.first_parent IS NULL OR {_IS_THERE.format(_BEFORE)})"
 _CHANGES = View(
     "changes",
     "each commit, and how many keys it changed against its first parent; name a commit",
-    (
-        *_COMMIT,
-        *(
-            integer(name, f"CASE WHEN {_IS_KNOWN} THEN EACH.{name} END", about)
-            for name, about in (
-                ("changed", "keys that both have, with another value; null: what one of them has is not known"),
-                ("new_entries", "keys that the commit has, and its first parent has not"),
-                ("gone_entries", "keys that its first parent has, and the commit has not"),
-            )
-        ),
-    ),
     "t_commits c CROSS JOIN EACH",
-    Each(
+    *_COMMIT,
+    *(
+        integer(name, f"CASE WHEN {_IS_KNOWN} THEN EACH.{name} END", about)
+        for name, about in (
+            ("changed", "keys that both have, with another value; null: what one of them has is not known"),
+            ("new_entries", "keys that the commit has, and its first parent has not"),
+            ("gone_entries", "keys that its first parent has, and the commit has not"),
+        )
+    ),
+    each=Each(
         _DIFFERENCE,
         "(SELECT count(CASE change WHEN 'changed' THEN 1 END) AS changed, "
         "count(CASE change WHEN 'new' THEN 1 END) AS new_entries, "
@@ -468,55 +454,54 @@ _TENSORS = View(
     "tensors",
     "each distinct tensor that is stored in chunks, whatever states have it",
     (
-        *one("object", "x.object_id", "id of the tensor, or of its only chunk"),
-        text("dtype", "s.dtype", "its dtype"),
-        text("shape", "s.shape", "its shape, as JSON"),
-        integer("num_dims", "s.num_dims", "dimensions"),
-        integer("num_bytes", "s.num_bytes", "its plain bytes"),
-        integer("num_chunks", "x.num_chunks", "chunks that it consists of"),
-        text("cell", "x.cell", "shape of a full chunk, as JSON; null: there is one chunk"),
+        "(SELECT m.object_id, m.spec_id, m.num_chunks, m.cell FROM t_tensors m UNION ALL "
+        f"SELECT DISTINCT e.child_id, e.spec_id, 1, NULL FROM t_entries e WHERE e.form % {FLAVOR_STEP} = {_SINGLE}) x "
+        "JOIN t_specs s ON s.spec_id = x.spec_id"
     ),
-    "(SELECT m.object_id, m.spec_id, m.num_chunks, m.cell FROM t_tensors m UNION ALL "
-    f"SELECT DISTINCT e.child_id, e.spec_id, 1, NULL FROM t_entries e WHERE e.form % {FLAVOR_STEP} = {_SINGLE}) x "
-    "JOIN t_specs s ON s.spec_id = x.spec_id",
+    *one("object", "x.object_id", "id of the tensor, or of its only chunk"),
+    text("dtype", "s.dtype", "its dtype"),
+    text("shape", "s.shape", "its shape, as JSON"),
+    integer("num_dims", "s.num_dims", "dimensions"),
+    integer("num_bytes", "s.num_bytes", "its plain bytes"),
+    integer("num_chunks", "x.num_chunks", "chunks that it consists of"),
+    text("cell", "x.cell", "shape of a full chunk, as JSON; null: there is one chunk"),
 )
 _OBJECTS = View(
     "objects",
     "each chunk and node that is in some pack",
-    (
-        text("object_id", "HEX[o.digest]", "its id"),
-        integer("object_no", "o.object_id", "its number"),
-        text("kind", named("o.kind", _OBJECT_KINDS), "`chunk`, `tensor`, `tree`, `commit`, ..."),
-        *_SIZES,
-    ),
     "t_objects o WHERE o.kind <> 0",
+    text("object_id", "HEX[o.digest]", "its id"),
+    integer("object_no", "o.object_id", "its number"),
+    text("kind", named("o.kind", _OBJECT_KINDS), "`chunk`, `tensor`, `tree`, `commit`, ..."),
+    *_SIZES,
 )
 _CHUNKS = View(
     "chunks",
     "each chunk of each distinct tensor; a chunk that is a tensor by itself is its own",
     (
-        *one("object", "x.tensor", "id of the tensor"),
-        text("chunk_id", "HEX[o.digest]", "id of the chunk"),
-        integer("chunk_no", "o.object_id", "its number"),
-        *_SIZES,
+        "(SELECT t.object_id AS tensor, g.child_id AS chunk FROM t_tensors t "
+        "JOIN t_edges g ON g.parent_id = t.object_id "
+        "UNION ALL SELECT t.object_id, h.child_id FROM t_tensors t JOIN t_edges g ON g.parent_id = t.object_id "
+        "JOIN t_edges h ON h.parent_id = g.child_id "
+        f"UNION ALL SELECT a.object_id, a.object_id FROM t_objects a WHERE a.kind = {_CHUNK}) x "
+        f"JOIN t_objects o ON o.object_id = x.chunk AND o.kind = {_CHUNK}"
     ),
-    "(SELECT t.object_id AS tensor, g.child_id AS chunk FROM t_tensors t JOIN t_edges g ON g.parent_id = t.object_id "
-    "UNION ALL SELECT t.object_id, h.child_id FROM t_tensors t JOIN t_edges g ON g.parent_id = t.object_id "
-    "JOIN t_edges h ON h.parent_id = g.child_id "
-    f"UNION ALL SELECT a.object_id, a.object_id FROM t_objects a WHERE a.kind = {_CHUNK}) x "
-    f"JOIN t_objects o ON o.object_id = x.chunk AND o.kind = {_CHUNK}",
+    *one("object", "x.tensor", "id of the tensor"),
+    text("chunk_id", "HEX[o.digest]", "id of the chunk"),
+    integer("chunk_no", "o.object_id", "its number"),
+    *_SIZES,
 )
 _HOLDERS = View(
     "holders",
     "each object and each commit whose state has it; name an object, best by its number",
     (
-        text("object_id", "HEX[o.digest]", "id of the chunk, tensor or tree"),
-        integer("object_no", "o.object_id", "its number"),
-        *_COMMIT,
+        "t_objects o CROSS JOIN EACH CROSS JOIN t_objects a CROSS JOIN t_commits c "
+        f"WHERE a.object_id = EACH.node_id AND a.kind = {_TREE} AND c.root = a.digest"
     ),
-    "t_objects o CROSS JOIN EACH CROSS JOIN t_objects a CROSS JOIN t_commits c "
-    f"WHERE a.object_id = EACH.node_id AND a.kind = {_TREE} AND c.root = a.digest",
-    Each(
+    text("object_id", "HEX[o.digest]", "id of the chunk, tensor or tree"),
+    integer("object_no", "o.object_id", "its number"),
+    *_COMMIT,
+    each=Each(
         """up(node_id) AS (
         SELECT o.object_id UNION SELECT g.parent_id FROM up CROSS JOIN t_edges g WHERE g.child_id = up.node_id
     )""",
@@ -528,17 +513,15 @@ _BELOW = "UNION SELECT g.child_id FROM {0} CROSS JOIN t_edges g WHERE g.parent_i
 _GAINED = View(
     "gained",
     "each object that the state of a commit has and that of its first parent has not",
-    (
-        *_COMMIT,
-        *one("object", "EACH.node_id", "id of the chunk, tensor or tree"),
-        integer(
-            "num_bytes",
-            "(SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = EACH.node_id AND l.pack_id <> 0)",
-            "its plain bytes",
-        ),
-    ),
     "t_commits c CROSS JOIN EACH",
-    Each(
+    *_COMMIT,
+    *one("object", "EACH.node_id", "id of the chunk, tensor or tree"),
+    integer(
+        "num_bytes",
+        "(SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = EACH.node_id AND l.pack_id <> 0)",
+        "its plain bytes",
+    ),
+    each=Each(
         f"""had(node_id) AS (
         SELECT {number_of("b.root")} FROM t_objects o CROSS JOIN t_commits b
         WHERE o.digest = c.first_parent AND b.object_id = o.object_id
@@ -553,78 +536,70 @@ _GAINED = View(
 _PACKS = View(
     "packs",
     "each pack",
-    (
-        text("pack", "EXACT[p.name]", "its key in the store"),
-        integer("pack_no", "p.pack_id", "its number"),
-        text("kind", named("p.kind", _PACK_KINDS), "`data`: chunks; `meta`: nodes and commits"),
-        integer("num_bytes", "p.size_bytes", "length of the file"),
-        integer("num_entries", "p.num_entries", "chunks and nodes in it"),
-        *moment("seen", "p.first_seen_us", "when this index took it in"),
-        *moment("read", "b.checked_us", "when `fsck` last read it whole; null: never"),
-        text("damage", "b.damage", "what was wrong with it then; null: nothing"),
-    ),
     "t_packs p LEFT JOIN t_scrubs b ON b.pack = p.name",
+    text("pack", "EXACT[p.name]", "its key in the store"),
+    integer("pack_no", "p.pack_id", "its number"),
+    text("kind", named("p.kind", _PACK_KINDS), "`data`: chunks; `meta`: nodes and commits"),
+    integer("num_bytes", "p.size_bytes", "length of the file"),
+    integer("num_entries", "p.num_entries", "chunks and nodes in it"),
+    *moment("seen", "p.first_seen_us", "when this index took it in"),
+    *moment("read", "b.checked_us", "when `fsck` last read it whole; null: never"),
+    text("damage", "b.damage", "what was wrong with it then; null: nothing"),
 )
 _LOCATIONS = View(
     "locations",
     "each place where bytes of an object are stored",
-    (
-        *one("object", "l.object_id", "id of the chunk or node"),
-        text("kind", named("l.kind", _OBJECT_KINDS), "its kind"),
-        text("pack", "EXACT[p.name]", "key of the pack"),
-        integer("begins_at", 'l."offset"', "where its header begins in the pack"),
-        integer("num_bytes", "l.num_bytes", "plain bytes of the whole object"),
-        integer("stored_bytes", "l.stored_bytes + l.header_bytes", "bytes that are stored here, with their header"),
-        integer("first_leaf", "l.first_leaf", "first leaf that is here; 0 for nodes"),
-        integer("num_leaves", "l.num_leaves", "leaves that are here; 0 for nodes"),
-        text("encoding", named("l.encoding", _ENCODINGS), "how they are stored"),
-    ),
     "t_locations l JOIN t_packs p ON p.pack_id = l.pack_id",
+    *one("object", "l.object_id", "id of the chunk or node"),
+    text("kind", named("l.kind", _OBJECT_KINDS), "its kind"),
+    text("pack", "EXACT[p.name]", "key of the pack"),
+    integer("begins_at", 'l."offset"', "where its header begins in the pack"),
+    integer("num_bytes", "l.num_bytes", "plain bytes of the whole object"),
+    integer("stored_bytes", "l.stored_bytes + l.header_bytes", "bytes that are stored here, with their header"),
+    integer("first_leaf", "l.first_leaf", "first leaf that is here; 0 for nodes"),
+    integer("num_leaves", "l.num_leaves", "leaves that are here; 0 for nodes"),
+    text("encoding", named("l.encoding", _ENCODINGS), "how they are stored"),
 )
 _LAYOUTS = View(
     "layouts",
     "each distinct layout: who held the state of a commit",
-    (
-        *one("layout", "y.object_id", "its id"),
-        integer("world_size", "y.world_size", "ranks that held the state"),
-        text("mesh", "y.mesh", "the mesh of most tensors, as `dp=4,tp=2`; empty: none"),
-        integer("num_meshes", "y.num_meshes", "meshes, this one among them"),
-        integer("num_keys", "y.num_keys", "keys that not every rank had whole"),
-    ),
     "t_layouts y",
+    *one("layout", "y.object_id", "its id"),
+    integer("world_size", "y.world_size", "ranks that held the state"),
+    text("mesh", "y.mesh", "the mesh of most tensors, as `dp=4,tp=2`; empty: none"),
+    integer("num_meshes", "y.num_meshes", "meshes, this one among them"),
+    integer("num_keys", "y.num_keys", "keys that not every rank had whole"),
 )
 _LAYOUT_AXES = View(
     "layout_axes",
     "each dimension of each mesh of each layout",
-    (
-        *one("layout", "x.object_id", "id of the layout"),
-        integer("mesh", "x.mesh", "number of the mesh; 0: that of most tensors"),
-        integer("axis", "x.axis", "place in the mesh, from 0; neighbours along the last one are neighbours"),
-        text("name", "EXACT[x.name]", "its name, as `tp`"),
-        integer("size", "x.size", "ranks along it"),
-    ),
     "t_layout_axes x",
+    *one("layout", "x.object_id", "id of the layout"),
+    integer("mesh", "x.mesh", "number of the mesh; 0: that of most tensors"),
+    integer("axis", "x.axis", "place in the mesh, from 0; neighbours along the last one are neighbours"),
+    text("name", "EXACT[x.name]", "its name, as `tp`"),
+    integer("size", "x.size", "ranks along it"),
 )
 _PLACEMENTS = View(
     "placements",
     "each key of each layout that not every rank had whole, and each dimension of the mesh that divided it",
     (
-        *one("layout", "p.object_id", "id of the layout"),
-        text("key", "EXACT[p.key]", "the key"),
-        integer("position", "u.part", "0, unless some ranks held it in another way than others: 1 and so on"),
-        text("kind", "u.kind", "`mesh`; `boxes` that follow no rule; `whole` on some ranks; `unknown`"),
-        integer("num_ranks", "u.num_ranks", "ranks that held some of it so"),
-        integer("num_replicas", "u.num_replicas", "how many had the same of it; null: that differs"),
-        integer("mesh", "u.mesh", "number of the mesh"),
-        integer("axis", "a.axis", "dimension of the mesh, from 0"),
-        text("name", "EXACT[a.name]", "its name, as `tp`"),
-        integer("size", "a.size", "ranks along it"),
-        text("placement", "a.placement", "`R`: each of these ranks had all; `S(dim)`, `SS(dim,stride)`: a part"),
-        integer("dim", "a.dim", "dimension of the tensor that was cut; null: none"),
-        integer("stride", "a.stride", "1, or parts that this dimension of the tensor was cut into before"),
+        "t_placements p JOIN t_divisions u ON u.object_id = p.object_id AND u.division_id = p.division_id "
+        "LEFT JOIN t_division_axes a ON a.object_id = u.object_id AND a.division_id = u.division_id AND a.part = u.part"
     ),
-    "t_placements p JOIN t_divisions u ON u.object_id = p.object_id AND u.division_id = p.division_id "
-    "LEFT JOIN t_division_axes a ON a.object_id = u.object_id AND a.division_id = u.division_id AND a.part = u.part",
+    *one("layout", "p.object_id", "id of the layout"),
+    text("key", "EXACT[p.key]", "the key"),
+    integer("position", "u.part", "0, unless some ranks held it in another way than others: 1 and so on"),
+    text("kind", "u.kind", "`mesh`; `boxes` that follow no rule; `whole` on some ranks; `unknown`"),
+    integer("num_ranks", "u.num_ranks", "ranks that held some of it so"),
+    integer("num_replicas", "u.num_replicas", "how many had the same of it; null: that differs"),
+    integer("mesh", "u.mesh", "number of the mesh"),
+    integer("axis", "a.axis", "dimension of the mesh, from 0"),
+    text("name", "EXACT[a.name]", "its name, as `tp`"),
+    integer("size", "a.size", "ranks along it"),
+    text("placement", "a.placement", "`R`: each of these ranks had all; `S(dim)`, `SS(dim,stride)`: a part"),
+    integer("dim", "a.dim", "dimension of the tensor that was cut; null: none"),
+    integer("stride", "a.stride", "1, or parts that this dimension of the tensor was cut into before"),
 )
 _AFTER = """(
         WITH RECURSIVE later(axis, num_ranks) AS (
@@ -637,21 +612,6 @@ _COORDINATE = f"CASE WHEN a.axis IS NOT NULL THEN (EACH.place / {_AFTER}) % a.si
 _SHARDS = View(
     "shards",
     "each rank that held some of a key, and each dimension of its mesh: which part it had; name a layout and a key",
-    (
-        *one("layout", "p.object_id", "id of the layout"),
-        text("key", "EXACT[p.key]", "the key"),
-        integer("position", "h.part", "as in `placements`"),
-        integer("rank", "EACH.rank", "the rank"),
-        text("kind", "h.kind", "`mesh`; `boxes` that follow no rule; `whole`: it had all of it"),
-        integer("axis", "a.axis", "dimension of the mesh, from 0"),
-        text("name", "EXACT[a.name]", "its name, as `tp`"),
-        integer("coordinate", _COORDINATE, "place of the rank along it"),
-        integer("dim", "a.dim", "dimension of the tensor that was cut along it; null: none"),
-        integer("part", f"CASE WHEN a.dim IS NOT NULL THEN {_COORDINATE} END", "which part the rank had, from 0"),
-        integer("num_parts", "CASE WHEN a.dim IS NOT NULL THEN a.size END", "of how many"),
-        text("offsets", "h.offsets", "where its box begins, as JSON; null: it follows from the parts"),
-        text("sizes", "h.sizes", "how large its box is, as JSON"),
-    ),
     """t_placements p JOIN (
         SELECT u.object_id, u.division_id, u.part, u.kind, u.mesh, m.ranks, NULL AS offsets, NULL AS sizes
         FROM t_divisions u JOIN t_layout_meshes m ON m.object_id = u.object_id AND m.mesh = u.mesh
@@ -663,7 +623,20 @@ _SHARDS = View(
     ) h ON h.object_id = p.object_id AND h.division_id = p.division_id CROSS JOIN EACH
     LEFT JOIN t_division_axes a ON h.kind = 'mesh' AND a.object_id = h.object_id AND a.division_id = h.division_id
     AND a.part = h.part""",
-    Each(
+    *one("layout", "p.object_id", "id of the layout"),
+    text("key", "EXACT[p.key]", "the key"),
+    integer("position", "h.part", "as in `placements`"),
+    integer("rank", "EACH.rank", "the rank"),
+    text("kind", "h.kind", "`mesh`; `boxes` that follow no rule; `whole`: it had all of it"),
+    integer("axis", "a.axis", "dimension of the mesh, from 0"),
+    text("name", "EXACT[a.name]", "its name, as `tp`"),
+    integer("coordinate", _COORDINATE, "place of the rank along it"),
+    integer("dim", "a.dim", "dimension of the tensor that was cut along it; null: none"),
+    integer("part", f"CASE WHEN a.dim IS NOT NULL THEN {_COORDINATE} END", "which part the rank had, from 0"),
+    integer("num_parts", "CASE WHEN a.dim IS NOT NULL THEN a.size END", "of how many"),
+    text("offsets", "h.offsets", "where its box begins, as JSON; null: it follows from the parts"),
+    text("sizes", "h.sizes", "how large its box is, as JSON"),
+    each=Each(
         """runs(place, rank, last, step, rest) AS (
         SELECT -1, 0, 0, 1, h.ranks || ','
         UNION ALL SELECT place + 1,
@@ -692,99 +665,73 @@ _SHARDS = View(
 _TIES = View(
     "ties",
     "each key of each layout that was one tensor with others: tied weights",
-    (
-        *one("layout", "a.object_id", "id of the layout"),
-        integer("tie", "a.group_id", "number of the tensor: keys of one number are tied"),
-        text("key", "EXACT[a.key]", "the key"),
-    ),
     "t_layout_aliases a",
+    *one("layout", "a.object_id", "id of the layout"),
+    integer("tie", "a.group_id", "number of the tensor: keys of one number are tied"),
+    text("key", "EXACT[a.key]", "the key"),
 )
 _PLANS = View(
     "plans",
     "each restore plan that is kept: a state, and a mesh of ranks to restore it into",
-    (
-        integer("plan_no", "p.plan_id", "its number"),
-        *one_called("root", "p.root", "id of the state; commits that have it: their `root_id`"),
-        text("mesh", "p.mesh", "the mesh, as `dp=96,tp=8`; empty: several, or none"),
-        integer("world_size", "p.world_size", "ranks"),
-        text("rules", "p.rules", "patterns of keys and their placements, as JSON"),
-        integer("num_tensors", "p.num_tensors", "tensors that are stored in chunks"),
-        integer("num_chunks", "p.num_chunks", "chunks that any rank wants, each once"),
-        integer("chunk_bytes", "p.chunk_bytes", "their plain bytes"),
-        integer("wanted_bytes", "p.wanted_bytes", "plain bytes that all ranks want; replicas count each"),
-        *(
-            integer(
-                f"{name}", f"(SELECT CAST({made_of} AS BIGINT) FROM t_plan_ranks k WHERE k.plan_id = p.plan_id)", about
-            )
-            for name, made_of, about in (
-                ("read_bytes", "sum(k.read_bytes)", "plain bytes that all ranks together read from the store"),
-                ("sent_bytes", "sum(k.sent_bytes)", "bytes that they send one another"),
-                ("most_read_bytes", "max(k.read_bytes)", "what the rank that reads most reads"),
-                ("most_sent_bytes", "max(k.sent_bytes)", "what the rank that sends most sends"),
-                ("most_received_bytes", "max(k.received_bytes)", "what the rank that gets most gets"),
-            )
-        ),
-        integer("planner_version", "p.planner_version", "version of the planner"),
-        *moment("made", "p.made_us", "when it was made"),
-        text(
-            "wants", "HEX[p.wants]", "names which rank wants what; equal in the rows of `restores` that it is a plan of"
-        ),
-    ),
     "t_plans p",
+    integer("plan_no", "p.plan_id", "its number"),
+    *one_called("root", "p.root", "id of the state; commits that have it: their `root_id`"),
+    text("mesh", "p.mesh", "the mesh, as `dp=96,tp=8`; empty: several, or none"),
+    integer("world_size", "p.world_size", "ranks"),
+    text("rules", "p.rules", "patterns of keys and their placements, as JSON"),
+    integer("num_tensors", "p.num_tensors", "tensors that are stored in chunks"),
+    integer("num_chunks", "p.num_chunks", "chunks that any rank wants, each once"),
+    integer("chunk_bytes", "p.chunk_bytes", "their plain bytes"),
+    integer("wanted_bytes", "p.wanted_bytes", "plain bytes that all ranks want; replicas count each"),
+    *(
+        integer(f"{name}", f"(SELECT CAST({made_of} AS BIGINT) FROM t_plan_ranks k WHERE k.plan_id = p.plan_id)", about)
+        for name, made_of, about in (
+            ("read_bytes", "sum(k.read_bytes)", "plain bytes that all ranks together read from the store"),
+            ("sent_bytes", "sum(k.sent_bytes)", "bytes that they send one another"),
+            ("most_read_bytes", "max(k.read_bytes)", "what the rank that reads most reads"),
+            ("most_sent_bytes", "max(k.sent_bytes)", "what the rank that sends most sends"),
+            ("most_received_bytes", "max(k.received_bytes)", "what the rank that gets most gets"),
+        )
+    ),
+    integer("planner_version", "p.planner_version", "version of the planner"),
+    *moment("made", "p.made_us", "when it was made"),
+    text("wants", "HEX[p.wants]", "names which rank wants what; equal in the rows of `restores` that it is a plan of"),
 )
 _PLAN_RANKS = View(
     "plan_ranks",
     "each rank of each plan",
-    (
-        integer("plan_no", "k.plan_id", "number of the plan"),
-        integer("rank", "k.rank", "the rank"),
-        integer("read_bytes", "k.read_bytes", "plain bytes that it reads from the store"),
-        integer("num_requests", "k.num_requests", "chunks that it reads"),
-        integer("sent_bytes", "k.sent_bytes", "what it sends to other ranks"),
-        integer("received_bytes", "k.received_bytes", "what it gets from them"),
-        integer("metadata_bytes", "k.metadata_bytes", "what it has to know of the plan"),
-        integer("num_straddled", "k.num_straddled", "chunks of which it wants a part only"),
-    ),
     "t_plan_ranks k",
+    integer("plan_no", "k.plan_id", "number of the plan"),
+    integer("rank", "k.rank", "the rank"),
+    integer("read_bytes", "k.read_bytes", "plain bytes that it reads from the store"),
+    integer("num_requests", "k.num_requests", "chunks that it reads"),
+    integer("sent_bytes", "k.sent_bytes", "what it sends to other ranks"),
+    integer("received_bytes", "k.received_bytes", "what it gets from them"),
+    integer("metadata_bytes", "k.metadata_bytes", "what it has to know of the plan"),
+    integer("num_straddled", "k.num_straddled", "chunks of which it wants a part only"),
 )
 _RESTORES = View(
     "restores",
     "each restore that was made, and how it ended",
-    (
-        integer("restore_no", "s.restore_id", "its number; the later, the higher"),
-        *one_called("commit", "s.commit_id", "id of the commit"),
-        text("root_id", "HEX[s.root]", "id of its state"),
-        text("verb", "s.verb", "`checkout` or `load`"),
-        text("mesh", "s.mesh", "mesh of the targets; empty: several, or none"),
-        integer("world_size", "s.world_size", "ranks"),
-        *moment("started", "s.started_us", "when it began"),
-        real("seconds", "s.seconds", "how long it took"),
-        integer("num_bytes", "s.num_bytes", "plain bytes that were read and verified, by all ranks; null: it failed"),
-        text("author", "s.author", "by whom"),
-        text("host", "s.host", "on which machine (rank 0)"),
-        integer("is_whole", "s.complete", "1: all of the state was wanted; 0: some keys"),
-        text("error", "s.error", "what went wrong; null: all was verified and is in place"),
-        text("wants", "HEX_IF_ANY[s.wants]", "as in `plans`"),
-    ),
     "t_restores s",
+    integer("restore_no", "s.restore_id", "its number; the later, the higher"),
+    *one_called("commit", "s.commit_id", "id of the commit"),
+    text("root_id", "HEX[s.root]", "id of its state"),
+    text("verb", "s.verb", "`checkout` or `load`"),
+    text("mesh", "s.mesh", "mesh of the targets; empty: several, or none"),
+    integer("world_size", "s.world_size", "ranks"),
+    *moment("started", "s.started_us", "when it began"),
+    real("seconds", "s.seconds", "how long it took"),
+    integer("num_bytes", "s.num_bytes", "plain bytes that were read and verified, by all ranks; null: it failed"),
+    text("author", "s.author", "by whom"),
+    text("host", "s.host", "on which machine (rank 0)"),
+    integer("is_whole", "s.complete", "1: all of the state was wanted; 0: some keys"),
+    text("error", "s.error", "what went wrong; null: all was verified and is in place"),
+    text("wants", "HEX_IF_ANY[s.wants]", "as in `plans`"),
 )
 _BRANCH_BYTES = View(
     "branch_bytes",
     "each branch",
-    (
-        text("name", "EXACT[b.owner]", "its name"),
-        integer("num_bytes", "CAST(sum(b.num_bytes) AS BIGINT)", "plain bytes that its history leads to"),
-        integer(
-            "unique_bytes",
-            "CAST(sum(CASE WHEN b.num_owners = 1 THEN b.num_bytes ELSE 0 END) AS BIGINT)",
-            "those that no other branch, tag or pin leads to; remote-tracking branches do not count",
-        ),
-        integer(
-            "shared_bytes",
-            "CAST(sum(CASE WHEN b.num_owners = 1 THEN 0 ELSE b.num_bytes END) AS BIGINT)",
-            "those that another one leads to as well",
-        ),
-    ),
     """(
         WITH RECURSIVE led(owner, commit_no) AS (
             SELECT CASE v.kind WHEN 'branch' THEN v.name ELSE '' END, v.commit_no FROM refs v
@@ -805,6 +752,18 @@ _BRANCH_BYTES = View(
                 WHERE l.object_id = held.object_id AND l.pack_id <> 0) AS num_bytes
         FROM held JOIN owners ON owners.object_id = held.object_id
     ) b WHERE b.owner <> '' GROUP BY b.owner""",
+    text("name", "EXACT[b.owner]", "its name"),
+    integer("num_bytes", "CAST(sum(b.num_bytes) AS BIGINT)", "plain bytes that its history leads to"),
+    integer(
+        "unique_bytes",
+        "CAST(sum(CASE WHEN b.num_owners = 1 THEN b.num_bytes ELSE 0 END) AS BIGINT)",
+        "those that no other branch, tag or pin leads to; remote-tracking branches do not count",
+    ),
+    integer(
+        "shared_bytes",
+        "CAST(sum(CASE WHEN b.num_owners = 1 THEN 0 ELSE b.num_bytes END) AS BIGINT)",
+        "those that another one leads to as well",
+    ),
 )
 
 VIEWS: Final = (

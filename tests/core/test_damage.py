@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from cas_ckpt import Repository
-from cas_ckpt.core.chunks import tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.revisions import resolve
-from cas_ckpt.core.tree import find_entry, load_tree, stored_tensors
+from cas_ckpt.core.tree import find_entry, load_tree, stored_tensors, tensor_nodes
 from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import history
 from cas_ckpt.objects import pack

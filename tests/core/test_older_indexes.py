@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from cas_ckpt.core import refill
+from cas_ckpt.core import packs
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
@@ -115,7 +115,7 @@ def test_of_processes_that_opened_after_an_upgrade_one_fills_the_index(
 
 
 def _die_filling(path: Path) -> None:
-    refill.replace_rows = lambda *_: os._exit(9)
+    packs.replace_rows = lambda *_: os._exit(9)
     _filled(path)
 
 

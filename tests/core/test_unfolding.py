@@ -15,7 +15,7 @@ import cas_ckpt
 from cas_ckpt import InvalidInputError, Repository, TooLargeError
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
-from cas_ckpt.index.key_changes import number_states
+from cas_ckpt.index.tree_diff import number_states
 from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, ValueEntry, decode_tree

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError
-from cas_ckpt.index import entries, key_changes, tree_diff, trees
+from cas_ckpt.index import entries, tree_diff, trees
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.key_changes import TooManyRowsError, changed_commits
 from cas_ckpt.index.rows import CommitRow, ListedEntry
 from cas_ckpt.index.texts import storable
+from cas_ckpt.index.tree_diff import TooManyRowsError, changed_commits
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.memory import limits
 from cas_ckpt.objects.digest import Digest
@@ -367,7 +367,7 @@ class KeyChangeTests:
             nodes = nodes_of(state)
             rows.append(CommitRow(digest(number), nodes[-1].digest, tuple(row.digest for row in rows[-1:])))
             index.add_packs([pack_of(f"pack {next(_NUMBERS)}", nodes, rows[-1:])])
-        monkeypatch.setattr(key_changes, "MOST_ROWS", 150)
+        monkeypatch.setattr(tree_diff, "MOST_ROWS", 150)
         keys = KeyPatterns("**/weight")
         with pytest.raises(TooManyRowsError):
             index.read(changed_commits, rows=rows, keys=keys, forgotten=())

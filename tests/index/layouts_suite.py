@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.index import history, layouts
-from cas_ckpt.index.database import execute
+from cas_ckpt.index import history, manifests
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord
 from cas_ckpt.index.schema import DIVISION_BOXES, LAYOUT_AXES, LAYOUTS, METADATA, PLACEMENTS
+from cas_ckpt.index.statements import change
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.layouts import (
     Division,
@@ -58,7 +58,7 @@ def num_rows(index: Index) -> dict[str, int]:
 
 
 def read(index: Index, layout: LayoutObject) -> Holders | None:
-    return index.read(layouts.read_holders, layout_node(layout).digest)
+    return index.read(manifests.read_holders, layout_node(layout).digest)
 
 
 def of_1024_ranks(*axes: str) -> LayoutObject:
@@ -88,7 +88,7 @@ class LayoutTests:
         index.add_packs([layout_pack("m", [layout_node(old), layout_node(plain)])])
         assert read(index, old) == holders_of(old)
         assert read(index, plain) == holders_of(plain)
-        assert index.read(layouts.read_holders, bytes(32)) is None
+        assert index.read(manifests.read_holders, bytes(32)) is None
 
     def test_a_thousand_commits_by_three_layouts_have_the_rows_of_three(self, index: Index) -> None:
         three = [layout_node(of_1024_ranks(*axes)) for axes in (("pp", "dp"), ("dp", "tp"), ("dp", "ep"))]
@@ -130,9 +130,9 @@ class LayoutTests:
             ("t_layout_axes", ("size = 1000000000000", "axis = axis + 7, mesh = 9")),
             ("t_placements", ("division_id = 3", "division_id = -1")),
         ):
-            for change in changes:
+            for changed in changes:
                 index.add_packs([layout_pack("m", [layout_node(layout)])])
-                index.write(execute, f"UPDATE {table} SET {change}")
+                index.write(change, f"UPDATE {table} SET {changed}")
                 with pytest.raises(CorruptionError, match="index rebuild"):
                     read(index, layout)
                 index.drop_packs(["m"])

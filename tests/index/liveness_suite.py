@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cas_ckpt import clock
-from cas_ckpt.index import liveness, promises, usage
-from cas_ckpt.index.database import OBJECTS_BY_ID
+from cas_ckpt.index import liveness, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import PackRecord, Usage
+from cas_ckpt.index.statements import objects_by_id
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.nodes import LineageEdge
 from cas_ckpt.objects.pack import PackKind
@@ -139,8 +139,8 @@ class LivenessTests:
             assert set(living.missing(promised=roots)) == lost
             assert set(living.missing(promised=[digest("root of b")])) == {digest("x"), *lost}
             assert len(living.missing(1, promised=roots)) == 1
-        assert index.read(promises.promised, [digest("x"), *lost], roots) == {digest("x")}
-        assert index.read(promises.promised, [digest("x")], []) == set()
+        assert index.read(liveness.promised, [digest("x"), *lost], roots) == {digest("x")}
+        assert index.read(liveness.promised, [digest("x")], []) == set()
 
     def test_the_base_of_a_live_delta_lives(self, index: Index) -> None:
         delta = PackRecord("delta", PackKind.DATA, 1, [extent("x", base=digest("old"))])
@@ -228,7 +228,7 @@ class LivenessTests:
         index.add_packs([PackRecord("tensors", PackKind.META, 1000, extents, edges)])
         found = index.read(usage.some_chunks, [*map(digest, nodes), digest("one"), digest("unknown")], most=3)
         with index.reading() as connection:
-            rows = list(OBJECTS_BY_ID.rows(connection, map(digest, names)))
+            rows = list(objects_by_id(connection, map(digest, names)))
         numbered = {number: one for one, number, _ in rows}
         spread = [one in found for _, one in sorted(numbered.items())]
         assert [any(spread[:4]), any(spread[4:7]), any(spread[7:])] == [True] * 3 and spread.count(True) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.index import contents, history, meta, plans, restores
+from cas_ckpt.index import contents, history, meta, restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, all_commits, commit_pack, data_pack, digest
@@ -43,7 +43,7 @@ def log_restores(place: Path, name: str) -> None:
     with Index.open(place, store_id=STORE) as index:
         for number in range(10):
             index.write(restores.write_restore, restore(name, f"root of {name}", at_s=number))
-            index.write(plans.write_plan, plan(f"root {number}", f"dp={name}"), loads(2), SHAPES)
+            index.write(restores.write_plan, plan(f"root {number}", f"dp={name}"), loads(2), SHAPES)
 
 
 def test_processes_that_log_a_hundred_restores_at_once_lose_none(tmp_path: Path) -> None:
@@ -56,16 +56,16 @@ def test_processes_that_log_a_hundred_restores_at_once_lose_none(tmp_path: Path)
         assert sorted((row.commit_id, row.started_us) for row in found) == sorted(
             (digest(str(name)), number * 1_000_000) for name in range(10) for number in range(10)
         )
-        kept = index.read(plans.read_plans)
+        kept = index.read(restores.read_plans)
         assert len(kept) == 100
         assert all(each.totals["read_bytes"][1] == 21 for each in kept)
 
 
 def die_while_logging(place: Path) -> None:
-    plans._drop_oldest = lambda connection: os._exit(9)
+    restores._drop_oldest = lambda connection: os._exit(9)
     with Index.open(place, store_id=STORE) as index:
         index.write(restores.write_restore, restore("before"))
-        index.write(plans.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
+        index.write(restores.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
 
 
 def test_a_process_that_dies_while_it_keeps_a_plan_leaves_no_part_of_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.index import layouts
+from cas_ckpt.index import manifests
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.layouts import Division, compose_layout, holders_of, layout_node
 from tests.divided import mesh, over
@@ -30,5 +30,5 @@ def test_rows_of_many_keys_are_never_in_memory_together(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
         assert most < 100 * NUM_KEYS  # as rows they take 250 bytes each
-        assert index.read(layouts.read_holders, record.contents[0][0]) == holders_of(layout)
+        assert index.read(manifests.read_holders, record.contents[0][0]) == holders_of(layout)
         assert index.drop_packs(["m"]) == 1

@@ -27,9 +27,8 @@ from cas_ckpt.errors import (
     UnsupportedVersionError,
 )
 from cas_ckpt.index import postgres
-from cas_ckpt.index.index import Index
+from cas_ckpt.index.index import Change, Index, index_beside, replace_rows
 from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.index.replacing import Change, index_beside, replace_rows
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.index.schema import VERSION_TABLE
 from cas_ckpt.ops.fsck.check import check_open, check_url

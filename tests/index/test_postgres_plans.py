@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import contents, entries, finding, history, key_changes, liveness, tree_diff, usage
+from cas_ckpt.index import contents, entries, finding, history, liveness, tree_diff, usage
 from cas_ckpt.index.finding import EntryFilter
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
@@ -197,7 +197,7 @@ def _find(index: Index, keys: str | None = None, **conditions: Any) -> int:
 
 def _changed(index: Index, keys: str) -> int:
     asked = {"rows": COMMITS_OF_STATES, "keys": KeyPatterns(keys), "forgotten": ()}
-    return len(index.read(lambda connection: key_changes.changed_commits(connection, **asked)))
+    return len(index.read(lambda connection: tree_diff.changed_commits(connection, **asked)))
 
 
 ABOUT_ENTRIES: dict[str, tuple[Callable[[Index], object], object]] = {

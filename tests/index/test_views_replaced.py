@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 import threading
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from blake3 import blake3
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.index import views
-from cas_ckpt.index.index import Index
-from cas_ckpt.index.replacing import Change, beside, replace_rows
+from cas_ckpt.index.index import Change, Index, beside, replace_rows
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.index.schema import VIEWS_VERSION
 from tests.index.building import STORE, commit_pack
@@ -92,7 +90,7 @@ def test_views_are_made_again_after_a_migration(place: Path) -> None:
 
 def test_views_that_cannot_be_made_leave_those_that_were_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(place, *EARLIER)
-    monkeypatch.setattr(views, "VIEWS", (*views.VIEWS[:-1], replace(views.VIEWS[-1], source="(")))
+    monkeypatch.setattr(views, "VIEWS", (*views.VIEWS[:-1], views.View("bad", "nothing", "(")))
     with pytest.raises(CorruptionError):
         Index.open(place, store_id=STORE)
     assert view_names(place) == {*COLUMNS, "mine", "forgotten_idea"}

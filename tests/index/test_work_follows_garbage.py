@@ -6,18 +6,18 @@ SQLite says beforehand how it will go about a statement, so this needs no large 
 from __future__ import annotations
 
 import re
+import sqlite3
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import event
 
-from cas_ckpt.index import candidates, contents, history, liveness, usage
-from cas_ckpt.index.database import OBJECTS_BY_ID
+from cas_ckpt.index import candidates, contents, history, liveness, statements, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord
+from cas_ckpt.index.statements import objects_by_id
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
 
@@ -25,24 +25,38 @@ LARGE = {"t_objects", "t_locations", "t_edges"}
 
 
 @contextmanager
-def _scans(index: Index) -> Iterator[list[str]]:
+def _asked(look: Callable[[sqlite3.Connection, str, Any], None]) -> Iterator[None]:
+    """A time in which `look` sees each statement before it runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_rows", "_change"):
+            run = getattr(statements, name)
+
+            def seen(connection: Any, text: str, values: Any, run: Callable[..., Any] = run) -> Any:
+                driver = statements.sqlite_driver(connection)
+                assert driver is not None
+                look(driver, text, values)
+                return run(connection, text, values)
+
+            patched.setattr(statements, name, seen)
+        yield
+
+
+@contextmanager
+def _scans() -> Iterator[list[str]]:
     """Statements of the block that scan a large table."""
     found: list[str] = []
 
-    @event.listens_for(index._database.engine, "before_cursor_execute")
-    def look(_: Any, cursor: Any, statement: str, values: Any, __: Any, many: bool) -> None:
-        if statement.split()[0] in ("SELECT", "INSERT", "DELETE", "UPDATE", "WITH"):
-            first = values[0] if many else values
-            plan = cursor.connection.execute(f"EXPLAIN QUERY PLAN {statement}", first).fetchall()
-            named = re.findall(r"(?:FROM|JOIN)\s+(\w+)\s+(?:AS\s+)?(\w+)", statement)
-            large = LARGE | {alias for table, alias in named if table in LARGE}
-            for *_ids, detail in plan:
-                words = detail.split()
-                if words[0] == "SCAN" and words[1] in large:
-                    found.append(f"{detail}: {statement}")
+    def look(driver: sqlite3.Connection, statement: str, values: Any) -> None:
+        plan = driver.execute(f"EXPLAIN QUERY PLAN {statement}", values).fetchall()
+        named = re.findall(r"(?:FROM|JOIN)\s+(\w+)\s+(?:AS\s+)?(\w+)", statement)
+        large = LARGE | {alias for table, alias in named if table in LARGE}
+        for *_ids, detail in plan:
+            words = detail.split()
+            if words[0] == "SCAN" and words[1] in large:
+                found.append(f"{detail}: {statement}")
 
-    yield found
-    event.remove(index._database.engine, "before_cursor_execute", look)
+    with _asked(look):
+        yield found
 
 
 @pytest.fixture
@@ -85,14 +99,14 @@ QUESTIONS: dict[str, Callable[[Index], object]] = {
 
 @pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS.keys())
 def test_no_large_table_is_scanned(index: Index, ask: Callable[[Index], object]) -> None:
-    with _scans(index) as found:
+    with _scans() as found:
         ask(index)
         ask(index)
     assert found == []
 
 
 def test_a_scan_would_be_noticed(index: Index) -> None:
-    with _scans(index) as found:
+    with _scans() as found:
         index.read(usage.read_stats)
     assert found
 
@@ -119,15 +133,11 @@ def test_examining_many_packs_asks_for_the_targets_of_all_commits_twice(
     monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", 3)
     asked: list[str] = []
 
-    @event.listens_for(index._database.engine, "before_cursor_execute")
-    def look(_: Any, __: Any, statement: str, *___: Any) -> None:
-        asked.append(statement)
-
     for number in range(10):
         name = f"more {number}"
         index.add_packs([meta_pack(f"m {name}", {f"root of {name}": []}, commit=commit_row(name))])
-    candidates.examine(index)
-    event.remove(index._database.engine, "before_cursor_execute", look)
+    with _asked(lambda _, statement, __: asked.append(statement)):
+        candidates.examine(index)
     turns = sum("INSERT INTO unreferenced SELECT l.object_id" in statement for statement in asked)
     assert turns > 6
     assert sum("WHERE o.digest = c.root" in statement for statement in asked) == 3  # the first turn, all, the last turn
@@ -162,12 +172,12 @@ def test_targets_serve_no_longer_once_a_pack_was_dropped(index: Index, monkeypat
         pass
     with index.reading() as connection:
         roots = [digest(f"root of {name}") for name in "cdefg"]
-        found = {found: number for found, number, _ in OBJECTS_BY_ID.rows(connection, roots)}
+        found = {found: number for found, number, _ in objects_by_id(connection, roots)}
         assert set(found.values()) <= set(connection.exec_driver_sql("SELECT object_id FROM t_suspects").scalars())
         assert len(found) == 5
 
 
 def test_a_handle_counts_chunks_without_reading_objects(index: Index) -> None:
-    with _scans(index) as found:
+    with _scans() as found:
         assert index.read(contents.chunks_at_most) >= 11
     assert found == []

@@ -16,7 +16,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_pack
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.errors import TooLargeError
-from cas_ckpt.index import contents, integrity, meta, plans, restores, usage
+from cas_ckpt.index import contents, integrity, meta, restores, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.manifests import kept_data
@@ -474,8 +474,8 @@ class ViewTests:
         assert [rank for rank, kind, _, _ in rows(index, query, key="head") if kind == "whole"] == [0, 2, 4, 6, 7]
 
     def test_plans_and_restores_are_rows(self, index: Index) -> None:
-        index.write(plans.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
-        index.write(plans.write_plan, plan("root", "dp=4", 4), loads(4, read=30), SHAPES)
+        index.write(restores.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
+        index.write(restores.write_plan, plan("root", "dp=4", 4), loads(4, read=30), SHAPES)
         cheapest = "SELECT mesh, read_bytes, most_read_bytes FROM plans WHERE root_id = :root ORDER BY most_read_bytes"
         found = rows(index, cheapest, root=digest("root").hex())
         assert found == [("dp=2", 21, 11), ("dp=4", 121, 31)]
@@ -497,7 +497,7 @@ def with_everything(index: Index) -> None:
         {"wq": Division((over(grid, "R", "S(1)"),)), "b": Division((boxes,))}, world_size=8, aliases=(("b", "c"),)
     )
     index.add_packs([layout_pack("l", [layout_node(layout)], ["divided"])])
-    index.write(plans.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
+    index.write(restores.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
     index.write(restores.write_restore, restore("a"))
     index.write(restores.write_restore, restore("a", num_bytes=None, error="CorruptionError: x"))
     index.write(integrity.write_scrub, Scrub(min(index.packs()), 1_700_000_000_000_000, 10, "a flipped bit"))

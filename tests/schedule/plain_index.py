@@ -15,7 +15,7 @@ from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refill import add_all_packs
+from cas_ckpt.core.packs import add_all_packs
 from cas_ckpt.index import contents, history, liveness, meta, usage
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.index import Index

@@ -3,7 +3,7 @@
 `fetch_tensors`, in one process:
 
 1. plan: the chunks of every tensor, and what every target gets of them
-2. locate the chunks in the index                       (1, 2: core/chunks.py)
+2. locate the chunks in the index                       (1, 2: core/tree.py)
 3. verify every byte                                    (no target is touched before this is done)
 4. copy every byte into place                           (3, 4: transfer/fetch.py)
 
@@ -36,10 +36,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import CachedReads
-from cas_ckpt.core.tree import decode_values, stored_tensors
+from cas_ckpt.core.tree import chunk_ids, decode_values, place_chunks, planned_chunk_ids, stored_tensors, tensor_nodes
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,

@@ -3,7 +3,7 @@
     1. load the tree: which tensors there are, and their specs (core/tree.py)
     2. target layout -> who wants what of each (layout/target_layout.py)
     3. plan, prove the cover, count (layout/restore_plan.py, layout/plan_summary.py)
-    4. keep it in the index as rows, by (root, layout); the next one who asks gets it from there (index/plans.py)
+    4. keep it in the index as rows, by (root, layout); the next one who asks gets it from there (index/restores.py)
 
 What a layout says nothing about is planned as it is restored: arrays, and tensors that are parts of something (sparse
 tensors, generators) by every rank whole; values that each rank has for itself by that rank, and by nobody where the
@@ -28,8 +28,8 @@ from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
-from cas_ckpt.index import history, plans, usage
-from cas_ckpt.index.plans import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
+from cas_ckpt.index import history, restores, usage
+from cas_ckpt.index.restores import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
 from cas_ckpt.layout.holdings import whole
 from cas_ckpt.layout.plan_summary import (
     NETWORK_BYTES_PER_S,
@@ -125,7 +125,7 @@ def plan_checkout(
             a bandwidth is not above 0.
     """
     question = _Question.asked(handle, revision, storage_bandwidth, network_bandwidth)
-    kept = handle.index.read(plans.read_plan, question.root, target.digest)
+    kept = handle.index.read(restores.read_plan, question.root, target.digest)
     if kept is None:
         tensors = chunked_tensors(handle, question.root)
         plan = _plan(tensors, target, question.root)
@@ -158,7 +158,7 @@ def compare_plans(
     most = MAX_RANKS if most_ranks is None else most_ranks
     by_digest = {target.digest: target for target in targets or () if target.world_size <= most}
     made = {}
-    missing = by_digest.keys() - handle.index.read(plans.known_targets, question.root)
+    missing = by_digest.keys() - handle.index.read(restores.known_targets, question.root)
     tensors = chunked_tensors(handle, question.root) if missing else []
     can_keep = not handle.read_only
     for digest, target in by_digest.items():
@@ -167,7 +167,7 @@ def compare_plans(
             made[digest] = plan.report
             can_keep = can_keep and _keep(handle, question.root, target, tensors, plan)
     kept = handle.index.read(
-        plans.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
+        restores.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
         network_bandwidth=question.network_bandwidth, targets=None if targets is None else list(by_digest),
         most_ranks=most_ranks, planner_version=PLANNER_VERSION,
     )  # fmt: skip
@@ -231,7 +231,7 @@ def _bandwidths(storage: float | None, network: float | None) -> tuple[float, fl
 def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> list[PlanReport]:
     """The plans in the index that this version would make alike, for one commit or all; extents are not looked up."""
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
-    kept = handle.index.read(plans.read_plans, root, planner_version=PLANNER_VERSION)
+    kept = handle.index.read(restores.read_plans, root, planner_version=PLANNER_VERSION)
     found = list(map(report_of, kept))
     commits = handle.index.read(history.youngest_of_roots, {bytes.fromhex(report.root) for report in found})
     return [replace(each, commit=commits.get(bytes.fromhex(each.root), b"").hex()) for each in found]
@@ -266,7 +266,7 @@ def _keep(
     wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
     row = plan_row(root, target.digest, wants, made.report)
     try:
-        handle.index.write_soon(plans.write_plan, row, made.totals.rows(), shape_rows(made.report))
+        handle.index.write_soon(restores.write_plan, row, made.totals.rows(), shape_rows(made.report))
     except CkptError as error:
         _LOGGER.warning("the plan is not kept: %s", error)
         return False

@@ -25,7 +25,7 @@ from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.refs import default_author
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import stored_tensors
-from cas_ckpt.index import plans, restores
+from cas_ckpt.index import restores
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.layout.holdings import Shard, whole
@@ -85,7 +85,7 @@ def list_restores(
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
     rows = handle.index.read(restores.read_restores, root, limit=limit)
     wanted = [(row.root, row.wants) for row in rows if row.wants is not None]
-    planned = handle.index.read(plans.plans_for_wants, wanted) if wanted else {}
+    planned = handle.index.read(restores.plans_for_wants, wanted) if wanted else {}
     estimates: dict[tuple[bytes, bytes | None], float] = {
         wants: report_of(plan).summary.estimated_s for wants, plan in planned.items()
     }
@@ -209,7 +209,7 @@ def logged(
 def _keep_plan(handle: RepositoryHandle, note: RestoreNote, root: Digest, wants: Digest, mesh: str) -> None:
     """Keep the plan that several ranks made for a restore, unless there is one for the same wants."""
     plan = note.plan
-    if plan is None or handle.index.read(plans.has_plan, root, wants):
+    if plan is None or handle.index.read(restores.has_plan, root, wants):
         return
     splits_of = {
         render_key(copy.path): copy.placement.splits
@@ -218,4 +218,6 @@ def _keep_plan(handle: RepositoryHandle, note: RestoreNote, root: Digest, wants:
     totals = rank_totals(plan)
     shapes = shapes_of(plan, [splits_of.get(request.key, ()) if mesh else () for request in plan.requests])
     report = PlanReport(root.hex(), mesh, {}, summarize(plan, totals), shapes)
-    handle.index.write_soon(plans.write_plan, plan_row(root, wants, wants, report), totals.rows(), shape_rows(report))
+    handle.index.write_soon(
+        restores.write_plan, plan_row(root, wants, wants, report), totals.rows(), shape_rows(report)
+    )

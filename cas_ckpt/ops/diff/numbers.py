@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import chunk_ids, tensor_nodes
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import Location

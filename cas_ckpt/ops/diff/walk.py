@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from cas_ckpt.core.chunks import page_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import ask
+from cas_ckpt.core.tree import ask, page_ids, tensor_nodes
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.index import tree_diff
 from cas_ckpt.index.db_errors import REBUILD

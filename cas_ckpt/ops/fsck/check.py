@@ -25,13 +25,12 @@ from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import LOOKS, Graph, orphan_name, promisors
-from cas_ckpt.core.refill import filled, wants_maintainer
+from cas_ckpt.core.packs import filled, wants_maintainer
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import contents, history, liveness
 from cas_ckpt.index.candidates import covers
-from cas_ckpt.index.index import Index
-from cas_ckpt.index.replacing import may_replace
+from cas_ckpt.index.index import Index, may_replace
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.pack import PACK_PREFIX

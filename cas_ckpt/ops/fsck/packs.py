@@ -42,7 +42,7 @@ from cas_ckpt.errors import (
     UnsupportedVersionError,
 )
 from cas_ckpt.index import integrity, restores
-from cas_ckpt.index.index import Index
+from cas_ckpt.index.index import Index, disorder
 from cas_ckpt.index.integrity import UNKNOWN, Scrub
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.memory import python_gc_paused
@@ -334,7 +334,7 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
     """Whether the index can be relied on; if not, that becomes a problem or a note."""
     try:
         known = index.packs()
-        disorder = index.read(integrity.disorder)
+        damage = index.read(disorder)
         stray = index.read(integrity.stray_rows)
         clean = not structure.differing or _agrees_except_differences(index, structure, findings)
         gone = [key for key in known if key not in structure.packs and not exists(findings.store, key)]
@@ -344,11 +344,11 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
                 f"{len(gone)} packs that the index knows are gone from the store, this one among them: "
                 "the index forgets them with the next command",
             )
-        if disorder:
-            findings.index_problem(index.place, f"the database finds itself damaged: {'; '.join(disorder[:3])}")
+        if damage:
+            findings.index_problem(index.place, f"the database finds itself damaged: {'; '.join(damage[:3])}")
         if stray:
             findings.index_problem(index.place, f"it says more than packs say: {'; '.join(stray)}")
-        return clean and not disorder and not stray
+        return clean and not damage and not stray
     except CkptError as error:
         findings.index_problem(index.place, str(error))
         return False

@@ -39,8 +39,8 @@ from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.core.forgotten import decode_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.live import ASIDE_PREFIX
+from cas_ckpt.core.packs import add_all_packs, catching_up, refill
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
-from cas_ckpt.core.refill import add_all_packs, catching_up, refill
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import (
@@ -53,8 +53,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.index import meta, usage
 from cas_ckpt.index.database import IN_MEMORY
-from cas_ckpt.index.index import Index
-from cas_ckpt.index.replacing import CatchUp, index_beside, replace_file, replace_rows
+from cas_ckpt.index.index import CatchUp, Index, index_beside, replace_file, replace_rows
 from cas_ckpt.index.rows import IndexStats
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index

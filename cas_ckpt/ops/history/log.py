@@ -32,7 +32,7 @@ from cas_ckpt.core.refs import Ref, RefKind, check_new_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve, revision_text, split_range
 from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError, shown_value
-from cas_ckpt.index import entries, history, key_changes
+from cas_ckpt.index import entries, history, tree_diff
 from cas_ckpt.index.rows import CommitFilter, CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject
@@ -250,8 +250,8 @@ def _changed_in(
     handle: RepositoryHandle, rows: Sequence[CommitRow], keys: KeyPatterns, forgotten: Collection[Digest]
 ) -> list[CommitRow]:
     try:
-        return ask(handle, key_changes.changed_commits, rows=rows, keys=keys, forgotten=forgotten)
-    except key_changes.TooManyRowsError:
+        return ask(handle, tree_diff.changed_commits, rows=rows, keys=keys, forgotten=forgotten)
+    except tree_diff.TooManyRowsError:
         half = len(rows) // 2
         parts = rows[:half], rows[half:]
         return [row for part in parts for row in _changed_in(handle, part, keys, forgotten)]

@@ -21,7 +21,7 @@ from cas_ckpt.core.records import layout_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.index import entries, layouts
+from cas_ckpt.index import entries, manifests
 from cas_ckpt.index.entries import StoredLeaf
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.texts import storable
@@ -92,7 +92,7 @@ def shards_of(
 
 
 def _holders(handle: RepositoryHandle, row: CommitRow) -> Holders:
-    found = None if row.layout is None else handle.index.read(layouts.read_holders, row.layout)
+    found = None if row.layout is None else handle.index.read(manifests.read_holders, row.layout)
     return found or holders_of(layout_of(handle, row))  # of one that could not be read when it came
 
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from cas_ckpt.core import refill
+from cas_ckpt.core import packs
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import live_sets
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError
-from cas_ckpt.index import history, integrity, meta, plans, replacing, restores, usage
-from cas_ckpt.index.index import Index
+from cas_ckpt.index import history, integrity, meta, restores, usage
+from cas_ckpt.index import index as index_module
+from cas_ckpt.index.index import Index, disorder
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.index.plans import KeptPlan
-from cas_ckpt.index.restores import RestoreRow
+from cas_ckpt.index.restores import KeptPlan, RestoreRow
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import PLAN_RANKS, PLAN_SHAPES, PLANS, REFS
 from cas_ckpt.ops.fsck.check import check_url
@@ -83,7 +83,7 @@ REBUILDS: dict[str, Callable[[Path, RepositoryHandle], Any]] = {
 def test_readers_see_a_whole_index_at_every_moment_of_a_rebuild(
     path: Path, handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    expected, real, looked = _ids(handle), refill.read_pack, []
+    expected, real, looked = _ids(handle), packs.read_pack, []
     with _opened(path) as reader:
 
         def read_pack(store: Any, key: str) -> Any:
@@ -92,7 +92,7 @@ def test_readers_see_a_whole_index_at_every_moment_of_a_rebuild(
             assert _ids(reader) == expected
             return real(store, key)
 
-        monkeypatch.setattr(refill, "read_pack", read_pack)
+        monkeypatch.setattr(packs, "read_pack", read_pack)
         report = REBUILDS[how](path, handle)
         assert report.stats.num_commits == NUM_COMMITS
         assert len(looked) == report.stats.num_packs
@@ -106,7 +106,7 @@ def test_what_is_committed_and_collected_during_a_rebuild_is_in_the_new_index(
 ) -> None:
     create_branch(handle, "side", start="main~3")
     commit(handle, {"w": numbers(50, 50, seed=99)}, branch="side")
-    real, made = refill.read_pack, []
+    real, made = packs.read_pack, []
     with _opened(path) as other:
 
         def read_pack(store: Any, key: str) -> Any:
@@ -117,7 +117,7 @@ def test_what_is_committed_and_collected_during_a_rebuild_is_in_the_new_index(
                 collect_garbage(other, EAGER)
             return found
 
-        monkeypatch.setattr(refill, "read_pack", read_pack)
+        monkeypatch.setattr(packs, "read_pack", read_pack)
         REBUILDS[how](path, handle)
         stored = dict(other.store.list("packs/"))
         with _opened(path) as fresh:
@@ -175,11 +175,11 @@ def test_a_damaged_index_is_replaced_whole_and_keeps_what_can_be_read(path: Path
 
 def test_plans_and_restores_outlive_a_rebuild_and_what_is_left_of_a_plan_does_not(path: Path) -> None:
     def remembered(handle: RepositoryHandle) -> tuple[list[KeptPlan], list[RestoreRow]]:
-        return handle.index.read(plans.read_plans), handle.index.read(restores.read_restores)
+        return handle.index.read(restores.read_plans), handle.index.read(restores.read_restores)
 
     with _opened(path) as handle:
         for number, mesh in enumerate(("dp=2", "dp=4")):
-            handle.index.write(plans.write_plan, plan("root", mesh, 2 + 2 * number), loads(2 + 2 * number), SHAPES)
+            handle.index.write(restores.write_plan, plan("root", mesh, 2 + 2 * number), loads(2 + 2 * number), SHAPES)
             handle.index.write(restores.write_restore, restore("commit", at_s=number))
         before = remembered(handle)
         for again in REBUILDS.values():
@@ -208,14 +208,14 @@ def test_a_damaged_index_stays_while_there_is_no_space_for_what_packs_do_not_tel
         raw.execute("DROP TABLE t_locations")
     raw.close()
     before = (path / INDEX_PATH).read_bytes()
-    real = replacing.insert_missing
+    real = index_module.insert_missing
 
     def insert(connection: Any, table: Any, rows: Any) -> int:
         if table is REFS:
             raise OutOfSpaceError("no space left")
         return real(connection, table, rows)
 
-    monkeypatch.setattr(replacing, "insert_missing", insert)
+    monkeypatch.setattr(index_module, "insert_missing", insert)
     with pytest.raises(OutOfSpaceError):
         rebuild_index(path)
     assert (path / INDEX_PATH).read_bytes() == before
@@ -255,14 +255,14 @@ def test_two_repositories_that_use_one_file_are_told(path: Path, tmp_path: Path)
         assert second.index.packs() == {}
 
 
-def _die_in_a_rebuild(path: Path, packs: int, in_transaction: bool) -> None:
+def _die_in_a_rebuild(path: Path, at_pack: int, in_transaction: bool) -> None:
     """Rebuild, and die at the pack of that number (0: at none), or before the transaction ends."""
-    real_read, real_replace = refill.read_pack, replacing._replace
+    real_read, real_replace = packs.read_pack, index_module._replace
     keys: list[str] = []
 
     def read_pack(store: Store, key: str) -> PackRecord:
         keys.append(key)
-        if len(keys) == packs:
+        if len(keys) == at_pack:
             os._exit(9)
         return real_read(store, key)
 
@@ -270,26 +270,22 @@ def _die_in_a_rebuild(path: Path, packs: int, in_transaction: bool) -> None:
         real_replace(*args)
         os._exit(9)
 
-    refill.read_pack = read_pack  # type: ignore[assignment]
+    packs.read_pack = read_pack  # type: ignore[assignment]
     if in_transaction:
-        replacing._replace = replace  # type: ignore[assignment]
+        index_module._replace = replace  # type: ignore[assignment]
     rebuild_index(path)
 
 
-@pytest.mark.parametrize(("packs", "in_transaction"), [(1, False), (9, False), (0, True)])
+@pytest.mark.parametrize(("at_pack", "in_transaction"), [(1, False), (9, False), (0, True)])
 def test_a_rebuild_that_dies_changes_nothing_and_the_next_one_cleans_up(
-    path: Path, packs: int, in_transaction: bool
+    path: Path, at_pack: int, in_transaction: bool
 ) -> None:
     with _opened(path) as handle:
         stats, expected = handle.index.read(usage.read_stats), _ids(handle)
-        assert Forked(_die_in_a_rebuild, path, packs, in_transaction).wait(timeout=100) == 9
+        assert Forked(_die_in_a_rebuild, path, at_pack, in_transaction).wait(timeout=100) == 9
         assert (handle.index.read(usage.read_stats), _ids(handle)) == (stats, expected)
     with _opened(path) as handle:
-        assert (handle.index.read(usage.read_stats), _ids(handle), handle.index.read(integrity.disorder)) == (
-            stats,
-            expected,
-            [],
-        )
+        assert (handle.index.read(usage.read_stats), _ids(handle), handle.index.read(disorder)) == (stats, expected, [])
     assert len(_names_beside(path)) == 1
     rebuild_index(path)
     assert _names_beside(path) == []
@@ -400,7 +396,7 @@ def test_a_rebuild_beside_a_collection_ends_well(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_garbage(handle)
-    read_pack, done = refill.read_pack, []
+    read_pack, done = packs.read_pack, []
 
     def after_a_collection(store: Any, key: str) -> Any:
         if not done:
@@ -409,7 +405,7 @@ def test_a_rebuild_beside_a_collection_ends_well(
         return read_pack(store, key)
 
     before = {key for key, _ in handle.store.list("packs/")}
-    monkeypatch.setattr(refill, "read_pack", after_a_collection)
+    monkeypatch.setattr(packs, "read_pack", after_a_collection)
     rebuild_index(str(tmp_path / "repo"), index_url=str(tmp_path / "other.sqlite"))
     stored = {key for key, _ in handle.store.list("packs/")}
     assert before - stored  # the collection deleted packs that the rebuild had listed

@@ -17,7 +17,7 @@ from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.units import commit_filter, parse_bound, parse_moment, parse_steps
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.index import key_changes
+from cas_ckpt.index import tree_diff
 from cas_ckpt.index.rows import AxisBound
 from cas_ckpt.ops.history import log
 from cas_ckpt.ops.history.log import log_commits
@@ -199,7 +199,7 @@ def test_it_does_not_matter_how_many_commits_are_compared_at_a_time(
     monkeypatch.setattr(log, "_MOST_COMMITS", 3)
     for first, most_rows in ((1, 10**6), (2, 10**6), (6, 5), (6, 1)):
         monkeypatch.setattr(log, "_FIRST_COMMITS", first)
-        monkeypatch.setattr(key_changes, "MOST_ROWS", most_rows)
+        monkeypatch.setattr(tree_diff, "MOST_ROWS", most_rows)
         assert [info.message for info in log_commits(handle, keys="model")] == ["back", "body", "head", "begin"]
 
 

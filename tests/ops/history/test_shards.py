@@ -18,7 +18,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError
-from cas_ckpt.index import layouts
+from cas_ckpt.index import manifests
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import Division, compose_layout, decode_layout, holders_of, layout_node
@@ -241,7 +241,7 @@ def test_the_index_and_the_node_say_the_same() -> None:
     handle = committed(4, LARGE, placed)
     head = decode_commit(handle.read_node(ObjectKind.COMMIT, resolve(handle, "main")))
     node = holders_of(decode_layout(handle.read_node(ObjectKind.LAYOUT, head.layout)))
-    assert handle.index.read(layouts.read_holders, head.layout) == node
+    assert handle.index.read(manifests.read_holders, head.layout) == node
     before = rows(handle)
     with handle.index.writing() as connection:
         connection.exec_driver_sql("DELETE FROM t_layouts")
