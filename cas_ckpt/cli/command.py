@@ -22,7 +22,6 @@ import click
 from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
-from cas_ckpt.core.units import parse_shard
 from cas_ckpt.errors import CkptError, InvalidInputError, NoRepositoryError
 from cas_ckpt.memory import MOST_THREADS, limits
 from cas_ckpt.objects.digest import MAGIC
@@ -302,7 +301,13 @@ class VerbGroup(click.Group):
         self, name: str, *, examples: Sequence[str] = (), also: Sequence[int] = ()
     ) -> Callable[[Callable[..., Any]], click.Command]:
         """Declare a verb of this group, as `verb` does."""
-        return self.command(name, cls=Verb, examples=examples, exit_codes=(*ALWAYS, *also))
+
+        def declare(function: Callable[..., Any]) -> click.Command:
+            command = verb(name, examples=examples, also=also)(function)
+            self.add_command(command)
+            return command
+
+        return declare
 
 
 def verb_group(name: str) -> Callable[[Callable[[], None]], VerbGroup]:
@@ -322,12 +327,13 @@ def verb_group(name: str) -> Callable[[Callable[[], None]], VerbGroup]:
 def verb(
     name: str, *, examples: Sequence[str] = (), also: Sequence[int] = ()
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Declare a verb; its docstring is the description.
+    """Declare a verb, a function of the `Settings` of the run and its options; its docstring is the description.
 
     Args:
         also: Exit codes besides `ALWAYS`.
     """
-    return click.command(name, cls=Verb, examples=examples, exit_codes=(*ALWAYS, *also))
+    declare = click.command(name, cls=Verb, examples=examples, exit_codes=(*ALWAYS, *also))
+    return lambda function: declare(click.pass_obj(function))
 
 
 def shared_options() -> list[click.Parameter]:
@@ -398,7 +404,7 @@ AGE = Unit("AGE", lambda text: units.parse_duration(text).ago_s())
 SHARE = Unit("SHARE", units.parse_share)
 COUNT = Unit("N", units.parse_count)
 METRIC = Unit("NAME=NUMBER", units.parse_metric)
-SHARD = Unit("I/N", parse_shard)
+SHARD = Unit("I/N", lambda text: str(units.parse_shard(text)))
 REGION = Unit("region", units.parse_region)
 
 

@@ -37,7 +37,6 @@ DIFFERENT = 1
 @flag("--numbers", help="Read what changed: elements, |delta|, norm, cosine, NaN.")
 @keys_option()
 @flag("--exit-code", "as_exit_code", help="End with 1 if entries differ, with 0 if not.")
-@click.pass_obj
 def diff(
     settings: Settings, words: tuple[str, ...], stat: bool, numbers: bool, keys: tuple[str, ...], as_exit_code: bool
 ) -> int:

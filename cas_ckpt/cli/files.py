@@ -47,7 +47,6 @@ PARTLY = 3
 @flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
 @click.option("--adapter", metavar="NAME", default="default", help="What the live PeftModel calls a folder's adapter.")
 @flag("--keep-names", help="Name tensors as the files do, and not as live objects.")
-@click.pass_obj
 def import_(settings: Settings, /, path: str, **options: Any) -> int:
     """Commit what a file or a model folder holds.
 
@@ -114,7 +113,6 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 @trust_option()
 @memory_option
 @_FORCE
-@click.pass_obj
 def export(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
     """Write a commit to PATH as safetensors, or as torch.save or torch.distributed.checkpoint would.
 
@@ -136,7 +134,6 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
 @trust_option()
 @memory_option
 @_FORCE
-@click.pass_obj
 def checkout(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
     """Write the state of a commit to a file or folder (see cas-ckpt export).
 

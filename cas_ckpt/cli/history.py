@@ -34,7 +34,6 @@ _NOTHING = "-"
 @click.argument("revisions", nargs=-1, required=True, metavar="REVISION REVISION...")
 @flag("--all", "every", help="Print every best common ancestor, not one of them.")
 @flag("--is-ancestor", help="Only ask whether the second leads to the first: exit code 0 or 1.")
-@click.pass_obj
 def merge_base(settings: Settings, revisions: tuple[str, ...], every: bool, is_ancestor: bool) -> int:
     """Print where the histories of commits meet: the best common ancestor.
 
@@ -56,7 +55,6 @@ def merge_base(settings: Settings, revisions: tuple[str, ...], every: bool, is_a
 @verb("reflog", examples=["cas-ckpt reflog", "cas-ckpt reflog ft-math", "cas-ckpt reflog refs/tags/v1"], also=[15])
 @click.argument("ref", required=False)
 @limit_option()
-@click.pass_obj
 def reflog(settings: Settings, ref: str | None, limit: int | None) -> None:
     """Show where a branch, tag or pin pointed and who moved it, the latest first; deleted ones too.
 
@@ -80,7 +78,6 @@ def reflog(settings: Settings, ref: str | None, limit: int | None) -> None:
 @click.option("--name", "names", multiple=True, help="Only this metric; may be repeated.")
 @flag("--all", "all_refs", help="Begin at every branch, tag and pin.")
 @limit_option()
-@click.pass_obj
 def metrics(
     settings: Settings, revisions: tuple[str, ...], names: tuple[str, ...], all_refs: bool, limit: int | None
 ) -> None:
@@ -104,7 +101,6 @@ def metrics(
 @click.argument("metric", metavar="METRIC[:min|max]")
 @limit_option("The N best.", default=1)
 @click.option("-b", "--branch", "branch", metavar="REVISION", help="Only commits that this leads to. Default: all.")
-@click.pass_obj
 def best(settings: Settings, metric: str, limit: int, branch: str | None) -> None:
     """Show the best commits by a metric: the smallest value, or with :max the largest.
 
@@ -143,7 +139,6 @@ def _row(commit: CommitInfo, names: Sequence[str]) -> list[str]:
 
 @verb("lineage", examples=["cas-ckpt lineage", "cas-ckpt lineage ft-math"], also=[15])
 @click.argument("revision", default="HEAD")
-@click.pass_obj
 def lineage(settings: Settings, revision: str) -> None:
     """Show what a state was made from, and what was made from it, step by step.
 
@@ -168,7 +163,6 @@ def _steps(title: str, steps: Sequence[LineageStep]) -> Iterator[str]:
 @verb("holders", examples=["cas-ckpt holders main model/wte.weight", "cas-ckpt holders v1 model/head"], also=[15])
 @click.argument("revision")
 @click.argument("key")
-@click.pass_obj
 def holders(settings: Settings, revision: str, key: str) -> None:
     """Show which commits hold the very content of the entry KEY of a commit, under whatever key.
 
@@ -184,7 +178,6 @@ def holders(settings: Settings, revision: str, key: str) -> None:
 @verb("unique", examples=["cas-ckpt unique ft-math", "cas-ckpt unique refs/pins/paper"], also=[15])
 @click.argument("ref", default="HEAD")
 @flag("--with-remotes", help="Remote-tracking branches (origin/main) hold what they lead to.")
-@click.pass_obj
 def unique(settings: Settings, ref: str, with_remotes: bool) -> None:
     """Show what only one branch, tag or pin leads to.
 
@@ -199,7 +192,6 @@ def unique(settings: Settings, ref: str, with_remotes: bool) -> None:
 
 @verb("freed", examples=["cas-ckpt freed main~10 main~11", "cas-ckpt freed 3fa9c1 --json"], also=[15])
 @click.argument("revisions", nargs=-1, required=True, metavar="REVISION...")
-@click.pass_obj
 def freed(settings: Settings, revisions: tuple[str, ...]) -> None:
     """Show what forgetting these commits would free at the next collection. Nothing is changed."""
     with settings.open() as repo:
@@ -221,7 +213,6 @@ def _print_freed(settings: Settings, found: Freed, title: str) -> None:
 @click.argument("revision", required=False)
 @click.option("--file", "path", metavar="PATH", help="A file or folder, as for import, in place of a REVISION.")
 @limit_option(default=5)
-@click.pass_obj
 def nearest(settings: Settings, revision: str | None, path: str | None, limit: int) -> None:
     """Show which commits share most bytes with a commit or a file: where its base is.
 
@@ -265,7 +256,6 @@ _STDIN = "-"
 @click.option("--max-rows", type=click.IntRange(min=1), default=1_000_000, metavar="N", help="More rows are an error.")
 @click.option("--max-bytes", type=click.IntRange(min=1), default=1 << 28, metavar="N", help="So are more bytes.")
 @click.option("--timeout", "timeout_s", type=float, default=60.0, metavar="SECONDS", help="And more time.")
-@click.pass_obj
 def sql(
     settings: Settings, query: str | None, parameters: tuple[tuple[str, str], ...], as_csv: bool, list_views: bool,
     max_rows: int, max_bytes: int, timeout_s: float,

@@ -68,7 +68,6 @@ FORGOTTEN = "[forgotten]"
 @keys_option("Entries that match were changed.")
 @flag("--show-signature", help="Say who signed each commit (see cas-ckpt verify).")
 @trust_option("With --show-signature: whose signatures count; may be repeated.")
-@click.pass_obj
 def log(
     settings: Settings, /, revisions: tuple[str, ...], limit: int | None, oneline: bool, graph: bool, all_refs: bool,
     first_parent: bool, reverse: bool, show_signature: bool, trust: tuple[str, ...], **conditions: Any,

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON, too.")
 @flag("-f", "--force", help="Replace FILE if it is there already.")
 @click.option("--beside", metavar="FILE", help="Show beside it what --output wrote.")
-@click.pass_obj
 def plan(
     settings: Settings, words: tuple[str, ...], world: int | None, meshes: tuple[str, ...], shapes: str | None,
     storage_bandwidth: int, network_bandwidth: int, compare: bool, best_of: bool, most_ranks: int | None,
@@ -257,7 +256,6 @@ def _line(report: PlanReport) -> tuple[str, ...]:
 )
 @click.argument("revision", required=False)
 @limit_option("At most N restores.")
-@click.pass_obj
 def restores(settings: Settings, revision: str | None, limit: int | None) -> None:
     """Show the checkouts and loads that were made, the last one first; of the state of REVISION, or all.
 

@@ -64,7 +64,6 @@ def standing(tracked: Tracked) -> str:
 @flag("-m", "--move", help="Rename: OLD NEW.")
 @click.option("--default", "default", metavar="NAME", help="Let NAME be the default branch.")
 @_FORCE
-@click.pass_obj
 def branch(
     settings: Settings, words: tuple[str, ...], everywhere: bool, remotes: bool, verbose: bool, delete: bool,
     give_up: bool, dry_run: bool, undelete: bool, move: bool, default: str | None, force: bool,
@@ -134,7 +133,6 @@ def _described(repo: Repository, names: Mapping[str, str]) -> dict[str, str]:
 @_UNDELETE
 @flag("--move", help="Rename: OLD NEW.")
 @_FORCE
-@click.pass_obj
 def tag(
     settings: Settings, words: tuple[str, ...], annotate: bool, message: str, sign: str | None, delete: bool,
     dry_run: bool, undelete: bool, move: bool, force: bool,
@@ -177,7 +175,6 @@ def tag(
 @click.option("--reason", default="", help="Why it is to stay.")
 @flag("--undelete", help="Bring the deleted pin REVISION back, as it was.")
 @_FORCE
-@click.pass_obj
 def pin(settings: Settings, revision: str | None, name: str | None, reason: str, undelete: bool, force: bool) -> None:
     """List the pins; or pin REVISION: it stays, whatever is forgotten, until it is unpinned.
 
@@ -202,7 +199,6 @@ def pin(settings: Settings, revision: str | None, name: str | None, reason: str,
 @verb("unpin", examples=["cas-ckpt unpin paper"], also=[14, 15])
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @flag("-n", "--dry-run", help="Only say what would be taken away.")
-@click.pass_obj
 def unpin(settings: Settings, names: tuple[str, ...], dry_run: bool) -> None:
     """Take pins away; the commits that they kept can be forgotten from now on."""
     with settings.open() as repo:
@@ -214,7 +210,6 @@ def unpin(settings: Settings, names: tuple[str, ...], dry_run: bool) -> None:
 
 @verb("resolve", examples=["cas-ckpt resolve main~2", "cas-ckpt resolve 3fa9"], also=[15])
 @click.argument("revision", default="HEAD")
-@click.pass_obj
 def resolve(settings: Settings, revision: str) -> None:
     """Print the whole id of the commit that REVISION stands for."""
     quick = None if settings.index else quick_resolve(settings.place(), None if revision == "HEAD" else revision)

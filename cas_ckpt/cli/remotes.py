@@ -26,7 +26,6 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.units import PackShard
     from cas_ckpt.ops.sync.bundle import BundleInfo
     from cas_ckpt.ops.sync.remotes import RemoteInfo
     from cas_ckpt.ops.sync.send import MovedRef, SyncReport
@@ -62,14 +61,10 @@ _TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. 
 @click.option("-b", "--branch", metavar="NAME", help="The branch that begins here, as its default branch.")
 @click.option("--only", "branches", multiple=True, metavar="PATTERN", help="Branches that come; may be repeated.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Only the last N commits come with their data.")
-@click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Only chunks of these keys come at once.")
+@click.option("--filter", multiple=True, metavar="PATTERN", help="Only chunks of these keys come at once.")
 @_TAGS
 @_speed
-@click.pass_obj
-def clone(
-    settings: Settings, /, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...],
-    depth: int | None, keys: tuple[str, ...], tags: bool | None, **speed: Any,
-) -> None:  # fmt: skip
+def clone(settings: Settings, /, url: str, folder: str | None, **options: Any) -> None:
     """Make a new repository with the commits of the one at URL, which is its remote `origin`.
 
     FOLDER is a path or URL; without it, -C or else the last part of URL is taken. A clone that was broken off is gone
@@ -80,10 +75,7 @@ def clone(
     place = folder or settings.repo or url.partition("?")[0].rstrip("/").rpartition("/")[2]
     if not place:
         raise click.UsageError("where is the new repository to be? Give FOLDER")
-    with Repository.clone(
-        url, place, branch=branch, branches=branches, depth=depth, filter=keys, tags=tags, **speed,
-        progress=settings.show_progress(),
-    ) as made:  # fmt: skip
+    with Repository.clone(url, place, **options, progress=settings.show_progress()) as made:
         found = {"url": made.url, "branches": made.branches(), "remote_branches": made.remote_branches()}
     count = len(found["remote_branches"])
     settings.say(
@@ -117,11 +109,9 @@ def clone(
 @shard_option("Only copy the chunks of job I of N, from 1 on; a push without it, afterwards, moves the refs.")
 @_DRY
 @_speed
-@click.pass_obj
 def push(
-    settings: Settings, /, remote: str | None, refs: tuple[str, ...], delete: bool, lease: str | None,
-    shard: PackShard | None, **options: Any,
-) -> None:  # fmt: skip
+    settings: Settings, /, remote: str | None, refs: tuple[str, ...], delete: bool, lease: str | None, **options: Any
+) -> None:
     """Send commits to the repository REMOTE (a name, URL or path; default: origin), and move its refs.
 
     A REF is a branch or tag, REVISION:BRANCH, or :BRANCH to delete; a + before it forces. Without any, what the
@@ -133,8 +123,7 @@ def push(
     with settings.open() as repo:
         report = repo.push(
             remote, () if delete else refs, delete=refs if delete else (),
-            force_with_lease=lease or lease is not None, shard=None if shard is None else str(shard), **options,
-            progress=settings.show_progress(),
+            force_with_lease=lease or lease is not None, **options, progress=settings.show_progress(),
         )  # fmt: skip
     show_report(settings, report, "To", "sent")
 
@@ -154,15 +143,12 @@ def push(
 @click.argument("branches", nargs=-1, metavar="[PATTERN...]")
 @_TAGS
 @click.option("--commit", "commits", multiple=True, metavar="REVISION", help="Bring back its data; a pin keeps it.")
-@click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Bring chunks of these keys, of all commits.")
+@click.option("--filter", multiple=True, metavar="PATTERN", help="Bring chunks of these keys, of all commits.")
 @flag("-p", "--prune", help="Take away REMOTE/NAME where there is no such branch any more.")
 @flag("-f", "--force", help="Tags come also where they differ here, or read as ids or branches of remotes.")
 @_DRY
 @_speed
-@click.pass_obj
-def fetch(
-    settings: Settings, /, remote: str | None, branches: tuple[str, ...], keys: tuple[str, ...], **options: Any
-) -> int:
+def fetch(settings: Settings, /, remote: str | None, branches: tuple[str, ...], **options: Any) -> int:
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
     Of its branches those come that match PATTERN; without any, what the remote's settings say, else all. Of a URL, a
@@ -170,7 +156,7 @@ def fetch(
     FETCH_HEAD names from then on. A tag that names another commit here is rejected: the exit code is 3.
     """
     with settings.open() as repo:
-        report = repo.fetch(remote, branches, filter=keys, **options, progress=settings.show_progress())
+        report = repo.fetch(remote, branches, **options, progress=settings.show_progress())
     return show_report(settings, report, "From", "came")
 
 
@@ -187,7 +173,6 @@ def fetch(
 @_TAGS
 @_DRY
 @_speed
-@click.pass_obj
 def pull(settings: Settings, /, remote: str | None, branch: str | None, **options: Any) -> int:
     """Fetch from REMOTE (a name, URL or path; default: origin), then let BRANCH go forward to where it is there.
 
@@ -238,7 +223,6 @@ def _row(ref: MovedRef) -> tuple[str, str, str]:
 @click.option("--every", "every_s", type=AGE, default="30s", metavar="TIME", help="How often to look. Default: 30s.")
 @flag("--once", help="Push what is missing there, and end.")
 @click.option("--max-bandwidth", type=SIZE, help="Bytes a second at most, e.g. 50MB.")
-@click.pass_obj
 def watch(settings: Settings, remote: str, every_s: float, once: bool, max_bandwidth: int | None) -> None:
     """Push every new commit of this repository to REMOTE, until interrupted.
 
@@ -283,7 +267,6 @@ def remote(ctx: click.Context, verbose: bool) -> None:
     also=[15],
 )  # fmt: skip
 @click.argument("remote", required=False)
-@click.pass_obj
 def ls_remote(settings: Settings, remote: str | None) -> None:
     """List the branches and tags of REMOTE (a name, URL, path or bundle; default: origin) as they are now there."""
     with settings.open() as repo:
@@ -292,7 +275,6 @@ def ls_remote(settings: Settings, remote: str | None) -> None:
 
 
 @remote.verb("list", examples=["cas-ckpt remote list", "cas-ckpt remote list --json"])
-@click.pass_obj
 def remote_list(settings: Settings) -> None:
     """List the remotes, and where their branches were when they were last asked."""
     with settings.open() as repo:
@@ -316,26 +298,19 @@ def _listed(found: list[RemoteInfo]) -> Iterator[str]:
 @click.argument("name")
 @click.argument("url")
 @click.option("--fetch", multiple=True, metavar="PATTERN", help="Branches that fetch brings. Default: all.")
-@click.option("--push", "pushed", multiple=True, metavar="PATTERN", help="Branches that push sends.")
+@click.option("--push", multiple=True, metavar="PATTERN", help="Branches that push sends.")
 @flag("--tier", help="It is to have every commit: what it lacks cannot be forgotten here.")
 @flag("--promisor", help="It keeps what its branches lead to: chunks of that may be missing here.")
-@click.option(
-    "--filter", "keys", multiple=True, metavar="PATTERN", help="Keys whose chunks fetch brings. Default: all."
-)
-@click.pass_obj
-def remote_add(
-    settings: Settings, name: str, url: str, fetch: tuple[str, ...], pushed: tuple[str, ...], tier: bool,
-    promisor: bool, keys: tuple[str, ...],
-) -> None:  # fmt: skip
+@click.option("--filter", multiple=True, metavar="PATTERN", help="Keys whose chunks fetch brings. Default: all.")
+def remote_add(settings: Settings, /, name: str, url: str, **options: Any) -> None:
     """Let NAME mean the repository at URL, which need not be there yet."""
     with settings.open() as repo:
-        repo.add_remote(name, url, fetch=fetch, push=pushed, tier=tier, promisor=promisor, filter=keys)
+        repo.add_remote(name, url, **options)
     settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
 
 
 @remote.verb("remove", examples=["cas-ckpt remote remove usb"], also=[15])
 @click.argument("name")
-@click.pass_obj
 def remote_remove(settings: Settings, name: str) -> None:
     """Take the remote NAME away, and its branches here; the other repository is not touched."""
     with settings.open() as repo:
@@ -346,7 +321,6 @@ def remote_remove(settings: Settings, name: str) -> None:
 @remote.verb("rename", examples=["cas-ckpt remote rename origin upstream"], also=[14, 15])
 @click.argument("old")
 @click.argument("new")
-@click.pass_obj
 def remote_rename(settings: Settings, old: str, new: str) -> None:
     """Give the remote OLD, and its branches here, another name."""
     with settings.open() as repo:
@@ -357,7 +331,6 @@ def remote_rename(settings: Settings, old: str, new: str) -> None:
 @remote.verb("set-url", examples=["cas-ckpt remote set-url origin s3://other/runs"], also=[15])
 @click.argument("name")
 @click.argument("url")
-@click.pass_obj
 def remote_set_url(settings: Settings, name: str, url: str) -> None:
     """Let the remote NAME be at URL."""
     with settings.open() as repo:
@@ -378,7 +351,6 @@ def remote_set_url(settings: Settings, name: str, url: str) -> None:
 @click.option("--promisor/--no-promisor", default=None, help="Whether chunks may be missing here that it keeps.")
 @click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Keys whose chunks fetch brings from now on.")
 @flag("--no-filter", help="Fetch brings all of what comes from now on.")
-@click.pass_obj
 def remote_set(settings: Settings, name: str, promisor: bool | None, keys: tuple[str, ...], no_filter: bool) -> None:
     """Change what the remote NAME keeps for this repository, and what of it comes here.
 
@@ -409,14 +381,13 @@ def bundle() -> None:
 @click.argument("refs", nargs=-1, metavar="[REF...]")
 @click.option("--since", multiple=True, metavar="REVISION", help="Without what this has; may be repeated.")
 @flag("-f", "--force", help="Replace FILE.")
-@click.pass_obj
-def create(settings: Settings, file: str, refs: tuple[str, ...], since: tuple[str, ...], force: bool) -> None:
+def create(settings: Settings, /, file: str, refs: tuple[str, ...], **options: Any) -> None:
     """Write FILE with all that REFs (branches, tags, REVISION:BRANCH) need; without any, the default branch.
 
     With --since the receiving repository must have those commits.
     """
     with settings.open() as repo:
-        made = repo.create_bundle(file, refs, since=since, force=force, progress=settings.show_progress())
+        made = repo.create_bundle(file, refs, **options, progress=settings.show_progress())
     settings.say(made, f"Wrote {escaped(file)}: {made.num_commits} commits, {human_bytes(made.num_bytes)}")
 
 
@@ -424,17 +395,15 @@ def create(settings: Settings, file: str, refs: tuple[str, ...], since: tuple[st
 @click.argument("file")
 @click.option("--remote", metavar="NAME", help="Its branches become NAME/BRANCH here.")
 @flag("-n", "--dry-run", help="Only say what would be done.")
-@click.pass_obj
-def unbundle(settings: Settings, file: str, remote: str | None, dry_run: bool) -> None:
+def unbundle(settings: Settings, /, file: str, **options: Any) -> None:
     """Bring the commits of FILE here; branches of the same names move forward, others begin."""
     with settings.open() as repo:
-        report = repo.unbundle(file, remote=remote, dry_run=dry_run, progress=settings.show_progress())
+        report = repo.unbundle(file, **options, progress=settings.show_progress())
     show_report(settings, report, "From", "came")
 
 
 @bundle.verb("verify", examples=["cas-ckpt bundle verify run.bundle"], also=[15])
 @click.argument("file")
-@click.pass_obj
 def verify(settings: Settings, file: str) -> None:
     """Read and hash every byte of FILE, and see that it can be taken here."""
     with settings.open() as repo:
@@ -444,7 +413,6 @@ def verify(settings: Settings, file: str) -> None:
 
 @bundle.verb("list", examples=["cas-ckpt bundle list run.bundle"], also=[15])
 @click.argument("file")
-@click.pass_obj
 def list_(settings: Settings, file: str) -> None:
     """List the refs of FILE, and what it continues from. Needs no repository."""
     from cas_ckpt.ops.sync.bundle import read_bundle

@@ -14,7 +14,6 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.units import PackShard
     from cas_ckpt.ops.gc.plan import GcReport
     from cas_ckpt.ops.retention.forget import DecidedCommit, ForgetReport
     from cas_ckpt.ops.retention.policy import Policy, Retention
@@ -74,14 +73,13 @@ def _policy_of(rules: dict[str, Any]) -> Policy:
 @_rules
 @flag("--policy", "stored", help="Apply the rules that the repository carries.")
 @click.option("--branch", "branches", multiple=True, metavar="PATTERN", help="Only these branches; may be repeated.")
-@flag("--gc", "collect", help="Then delete what nothing needs any more, as cas-ckpt gc does.")
+@flag("--gc", help="Then delete what nothing needs any more, as cas-ckpt gc does.")
 @flag("--verify-tier", help="Read and verify all that tiers hold before the last copy here is given up.")
 @flag("-n", "--dry-run", help="Change nothing, say what would be forgotten and why.")
 @flag("-l", "--long", help="List every commit, not only the youngest ten of each kind.")
-@click.pass_obj
 def forget(
-    settings: Settings, /, revisions: tuple[str, ...], stored: bool, branches: tuple[str, ...], collect: bool,
-    verify_tier: bool, dry_run: bool, long: bool, **rules: Any,
+    settings: Settings, /, revisions: tuple[str, ...], stored: bool, branches: tuple[str, ...], long: bool,
+    **options: Any,
 ) -> int:  # fmt: skip
     """Forget commits: their data may be deleted, they stay in the log.
 
@@ -91,18 +89,18 @@ def forget(
     Space is given back by the next garbage collection (--gc, cas-ckpt gc). What a tier is to have is forgotten only if
     the tier, which is asked, still has it: its refs, and its packs by their sizes; --verify-tier reads them.
     """
-    policy = _policy_of(rules)
+    policy = _policy_of({name: options.pop(name) for name in [*options] if name.startswith("keep_")})
     if sum((bool(revisions), stored, not policy.is_empty)) != 1:
         raise click.UsageError("give rules (--keep-...), or --policy, or revisions: one of the three")
     if revisions and branches:
         raise click.UsageError("--branch is for rules: a revision is forgotten wherever it is")
-    with settings.open(read_only=dry_run) as repo:
+    with settings.open(read_only=options["dry_run"]) as repo:
         if revisions:
-            report = repo.forget(revisions=revisions, dry_run=dry_run, gc=collect, verify_tier=verify_tier)
+            report = repo.forget(revisions=revisions, **options)
         elif stored:
-            report = repo.apply_policy(branches=branches, dry_run=dry_run, gc=collect, verify_tier=verify_tier)
+            report = repo.apply_policy(branches=branches, **options)
         else:
-            report = repo.forget(policy, branches=branches, dry_run=dry_run, gc=collect, verify_tier=verify_tier)
+            report = repo.forget(policy, branches=branches, **options)
     return _show(settings, report, long=long)
 
 
@@ -164,7 +162,6 @@ def policy() -> None:
 )
 @_rules
 @click.option("--branch", metavar="PATTERN", help="The rules are for the branches that match, instead of the others.")
-@click.pass_obj
 def policy_set(settings: Settings, /, branch: str | None, **rules: Any) -> None:
     """Let these be the rules; those that were there (for this pattern) are replaced.
 
@@ -175,7 +172,6 @@ def policy_set(settings: Settings, /, branch: str | None, **rules: Any) -> None:
 
 
 @policy.verb("show", examples=["cas-ckpt policy show", "cas-ckpt policy show --json"])
-@click.pass_obj
 def policy_show(settings: Settings) -> None:
     """Show the rules."""
     with settings.open() as repo:
@@ -184,7 +180,6 @@ def policy_show(settings: Settings) -> None:
 
 @policy.verb("clear", examples=["cas-ckpt policy clear", "cas-ckpt policy clear --branch 'ft/*'"], also=[14, 15])
 @click.option("--branch", metavar="PATTERN", help="Only the rules for this pattern.")
-@click.pass_obj
 def policy_clear(settings: Settings, branch: str | None) -> None:
     """Take the rules away; nothing is forgotten by rules then."""
     with settings.open() as repo:
@@ -219,8 +214,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--merge/--no-merge", default=None,
               help="Merge small packs where there are 64 of a kind [default: on a local disk alone].")  # fmt: skip
 @_common
-@click.pass_obj
-def gc(settings: Settings, /, shard: PackShard | None, **options: Any) -> int:
+def gc(settings: Settings, /, **options: Any) -> int:
     """Delete what no branch, tag or pin needs.
 
     Packs that hold waste beside what is needed are rewritten. Where there are 64 small packs of a kind, as commits
@@ -232,8 +226,7 @@ def gc(settings: Settings, /, shard: PackShard | None, **options: Any) -> int:
     takes new objects.
     """
     with settings.open() as repo:
-        share = None if shard is None else str(shard)
-        report = repo.gc(**options, shard=share, progress=settings.show_progress())
+        report = repo.gc(**options, progress=settings.show_progress())
     return _show_collection(settings, report)
 
 
@@ -243,14 +236,10 @@ def gc(settings: Settings, /, shard: PackShard | None, **options: Any) -> int:
     also=[3, 14],
 )
 @_common
-@click.pass_obj
-def repack(settings: Settings, max_repack_bytes: int | None, shard: PackShard | None, dry_run: bool) -> int:
+def repack(settings: Settings, /, **options: Any) -> int:
     """Collect, and rewrite packs that are small, hold waste, or hold chunks in parts."""
     with settings.open() as repo:
-        report = repo.repack(
-            max_repack_bytes=max_repack_bytes, shard=None if shard is None else str(shard),
-            dry_run=dry_run, progress=settings.show_progress(),
-        )  # fmt: skip
+        report = repo.repack(**options, progress=settings.show_progress())
     return _show_collection(settings, report)
 
 

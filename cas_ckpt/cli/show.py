@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 @verb("show", examples=["cas-ckpt show", "cas-ckpt show v1 --json"], also=[15])
 @click.argument("revision", default="HEAD")
-@click.pass_obj
 def show(settings: Settings, revision: str) -> None:
     """Show one commit, what names it, and what its state consists of."""
     with settings.open() as repo, repo.one_look():
@@ -80,7 +79,6 @@ def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
 @click.argument("revision", default="HEAD")
 @click.argument("patterns", nargs=-1, metavar="[KEY]...")
 @flag("-l", "--long", help="Kind, dtype, shape and size too.")
-@click.pass_obj
 def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool) -> None:
     """List the keys of a commit, all of them or those that match a KEY.
 
@@ -115,7 +113,6 @@ def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool)
 @click.option("-o", "--output", metavar="FILE", help="Write a .npy or .pt file instead of printing.")
 @trust_option()
 @flag("-f", "--force", help="Replace FILE if it is there already.")
-@click.pass_obj
 def read(
     settings: Settings, revision: str, key: str, region: Region | None, output: str | None, trust: tuple[str, ...],
     force: bool,
@@ -164,7 +161,6 @@ _COLUMNS = ("total", "new", "unique", "shared")
 @click.option("--looks-per-day", type=float, metavar="N", help="With --requests: log, ls and the like; default 100.")
 @click.option("--collections-per-day", type=float, metavar="N", help="With --requests: gc; default 1.")
 @click.option("--keep-days", type=float, metavar="N", help="With --requests: how long data is kept; default: for good.")
-@click.pass_obj
 def stats(settings: Settings, /, revision: str | None, requests: bool, **month: Any) -> None:
     """Show how much the repository holds; or, with REVISION, one commit.
 
@@ -248,7 +244,6 @@ def _commit_rows(found: CommitUsage) -> Iterator[tuple[str, str]]:
 @limit_option("By commit: at most N.")
 @flag("--with-remotes", help="By branch: remote-tracking branches (origin/main) hold what they lead to.")
 @flag("-b", "--bytes", "exact", help="Print bytes, without units.")
-@click.pass_obj
 def du(
     settings: Settings, revision: str | None, by: UsageBy, keys: tuple[str, ...], limit: int | None, with_remotes: bool,
     exact: bool,
@@ -292,7 +287,6 @@ _SHARD_COLUMNS = ("ranks", "replicas", "size", "chunks", "shared with", "region"
 @click.argument("revision", default="HEAD")
 @click.argument("patterns", nargs=-1, metavar="[KEY]...")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what rank R held.")
-@click.pass_obj
 def shards(settings: Settings, revision: str, patterns: tuple[str, ...], rank: int | None) -> None:
     """Show which ranks held which region of the entries of a commit, and who shared chunks.
 
@@ -337,7 +331,6 @@ def _shard_lines(rows: Iterator[ShardRow]) -> Iterator[str]:
 @click.option("--axis", "axes", multiple=True, metavar="NAME[=N]", help="In commits over a mesh with this dimension.")
 @flag("--commits", "of_commits", help="Show the commits that hold such entries, as log --oneline does.")
 @limit_option("At most N rows.")
-@click.pass_obj
 def find(settings: Settings, /, of_commits: bool, limit: int | None, **conditions: Any) -> None:
     """Find entries in all of history, or commits that hold them, by what they are.
 

@@ -70,7 +70,6 @@ def given_trust(settings: Settings, given: tuple[str, ...], revoked: str | None 
 @click.option("--revoked", metavar="FILE", help="Keys that count no more: public keys, one a line, or a KRL.")
 @flag("--history", help="Every commit that it leads to has to be signed as well.")
 @click.option("--write", metavar="NAME", help="Write NAME.bytes and NAME.sig, for ssh-keygen -Y verify.")
-@click.pass_obj
 def verify(
     settings: Settings, revision: str, trust: tuple[str, ...], revoked: str | None, history: bool, write: str | None
 ) -> int:
@@ -137,7 +136,6 @@ def signers() -> None:
 @signers.verb("set", examples=["cas-ckpt signers set main --trust allowed_signers"], also=[14])
 @click.argument("pattern")
 @trust_option("Whose signatures the branches take; may be repeated.")
-@click.pass_obj
 def signers_set(settings: Settings, pattern: str, trust: tuple[str, ...]) -> None:
     """Let the branches that match PATTERN take commits only that somebody in --trust signed."""
     trusted = given_trust(settings, trust)
@@ -149,7 +147,6 @@ def signers_set(settings: Settings, pattern: str, trust: tuple[str, ...]) -> Non
 
 
 @signers.verb("show", examples=["cas-ckpt signers show"])
-@click.pass_obj
 def signers_show(settings: Settings) -> None:
     """Print the patterns of branches, and the keys whose signatures they take."""
     with settings.open() as repo:
@@ -159,7 +156,6 @@ def signers_show(settings: Settings) -> None:
 
 @signers.verb("clear", examples=["cas-ckpt signers clear main", "cas-ckpt signers clear"], also=[14, 15])
 @click.argument("pattern", required=False)
-@click.pass_obj
 def signers_clear(settings: Settings, pattern: str | None) -> None:
     """Let the branches of PATTERN, or all, take any commit again."""
     with settings.open() as repo:

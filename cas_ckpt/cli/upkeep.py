@@ -16,6 +16,7 @@ from cas_ckpt.cli.show import left_over
 from cas_ckpt.core.config import EMULATED
 from cas_ckpt.core.host_cache import HostCache
 from cas_ckpt.core.protocol import GcPhase
+from cas_ckpt.core.units import parse_shard
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.fsck.report import Effect
@@ -23,7 +24,6 @@ from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.host_cache import CachedRepository
-    from cas_ckpt.core.units import PackShard
     from cas_ckpt.objects.codec import EncodingPolicy
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
@@ -40,7 +40,6 @@ DAMAGED = 13
 @click.option("--encoding", metavar="NAME", help="How new chunks are stored; ids do not depend on it.")
 @click.option("--pack-size", type=SIZE, help="Length at which a pack is closed, e.g. 512MB.")
 @click.option("--single-writer", is_flag=True, help="Accept a store that ignores conditions: one writer at a time.")
-@click.pass_obj
 def init(
     settings: Settings,
     path: str | None,
@@ -75,7 +74,6 @@ _PHASES: dict[str, str] = {GcPhase.CONDEMNED: "has chosen", GcPhase.DELETING: "i
 
 
 @verb("status", examples=["cas-ckpt status", "cas-ckpt status --json"], also=[15])
-@click.pass_obj
 def status(settings: Settings) -> None:
     """Show the default branch and its head, other names, commits under way, what gc has to do.
 
@@ -141,7 +139,6 @@ def store() -> None:
 
 
 @index.verb("rebuild", examples=["cas-ckpt index rebuild", "cas-ckpt -C /data/llm index rebuild"], also=[PARTLY])
-@click.pass_obj
 def rebuild(settings: Settings) -> int:
     """Drop the index, damaged or not, and make it anew from the packs.
 
@@ -169,7 +166,6 @@ def rebuild(settings: Settings) -> int:
 )
 @click.argument("url", required=False)
 @flag("--clear", help="Let it be where it usually is.")
-@click.pass_obj
 def set_place(settings: Settings, url: str | None, clear: bool) -> None:
     """Note in the repository which PostgreSQL database has its index.
 
@@ -190,7 +186,6 @@ def set_place(settings: Settings, url: str | None, clear: bool) -> None:
 @click.option("--maintainer", required=True, metavar="NAME", help="Owns the tables: gc, rebuild, upgrades.")
 @click.option("--writer", required=True, metavar="NAME", help="Commits, branches, tags.")
 @click.option("--reader", required=True, metavar="NAME", help="Reads only.")
-@click.pass_obj
 def roles(settings: Settings, maintainer: str, writer: str, reader: str) -> None:
     """Print the SQL that makes roles for an index in PostgreSQL, with the rights that each needs and no more.
 
@@ -205,7 +200,6 @@ def roles(settings: Settings, maintainer: str, writer: str, reader: str) -> None
 
 @store.verb("check", examples=["cas-ckpt store check /mnt/nfs/try", "cas-ckpt store check memory://"])
 @click.argument("url")
-@click.pass_obj
 def check(settings: Settings, url: str) -> int:
     """Try whether the storage at URL keeps the rules that commits rely on.
 
@@ -260,9 +254,8 @@ MOST_KEYS = 8
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")
 @click.option("--ref", "refs", multiple=True, type=Pair("NAME=REVISION"), help="What a damaged ref is to name.")
 @flag("-n", "--dry-run", help="With --repair: say what would be done.")
-@click.pass_obj
 def fsck(
-    settings: Settings, read_data: bool, subset: str | None, shard: PackShard | None, max_duration: float | None,
+    settings: Settings, read_data: bool, subset: str | None, shard: str | None, max_duration: float | None,
     max_age: float | None, remote: bool, kinds: tuple[RepairKind, ...], sources: tuple[str, ...],
     refs: tuple[tuple[str, str], ...], dry_run: bool,
 ) -> int:  # fmt: skip
@@ -283,7 +276,8 @@ def fsck(
 
     part = None if subset is None else parse_subset(subset)
     wanted = read_data or subset is not None or shard is not None
-    data = DataOptions(part, max_duration, max_age, shard=shard) if wanted else None
+    job = None if shard is None else parse_shard(shard)
+    data = DataOptions(part, max_duration, max_age, shard=job) if wanted else None
     if data is None and (max_duration is not None or max_age is not None):
         raise click.UsageError("--max-duration and --max-age go with --read-data, --read-data-subset or --shard")
     report = check_url(
@@ -374,7 +368,6 @@ def cache() -> None:
 
 @cache.verb("show", examples=["cas-ckpt cache show", "cas-ckpt cache show --max-size 20GB"])
 @click.option("--max-size", type=SIZE, help="Keep at most so many bytes from now on. At first 10 GB.")
-@click.pass_obj
 def cache_show(settings: Settings, max_size: int | None) -> None:
     """Show where it is, how large, and what is in it, the last used first.
 
@@ -405,7 +398,6 @@ def _cache_lines(host: HostCache, found: list[CachedRepository]) -> Iterator[str
 
 @cache.verb("clear", examples=["cas-ckpt cache clear", "cas-ckpt cache clear s3://bucket/llm"], also=[15])
 @click.argument("repo", required=False, metavar="[URL|ID]")
-@click.pass_obj
 def cache_clear(settings: Settings, repo: str | None) -> None:
     """Remove what is kept of one repository, or of all. An index that a process has open stays."""
     host = _host()
