@@ -22,7 +22,7 @@ import click
 from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
-from cas_ckpt.errors import CkptError, InvalidInputError, NoRepositoryError
+from cas_ckpt.errors import CkptError, InvalidInputError, NoRepositoryError, SignatureError
 from cas_ckpt.memory import MOST_THREADS, limits
 from cas_ckpt.objects.digest import MAGIC
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from cas_ckpt.repository import Repository
+    from cas_ckpt.signing import Trust
 
 
 LESS = "FRX"
@@ -424,6 +425,8 @@ class Pair(_ParamType[tuple[str, str]]):
 
 # --- options of several verbs ---------------------------------------------------------------
 
+UNSIGNED = SignatureError.exit_code
+
 
 def flag(*names: str, help: str) -> Callable[[_F], _F]:  # noqa: A002  # as click calls it
     """An option that is given or not."""
@@ -438,6 +441,35 @@ def keys_option(help: str = "Only these; may be repeated.") -> Callable[[_F], _F
 def shard_option(help: str) -> Callable[[_F], _F]:  # noqa: A002
     """The packs that one job of several takes, as `shard`."""
     return click.option("--shard", type=SHARD, metavar="I/N", help=help)
+
+
+def sign_option() -> Callable[[_F], _F]:
+    """The key that signs, as `sign`."""
+    return click.option("--sign", metavar="KEYFILE", help="Sign with this key of SSH, e.g. ~/.ssh/id_ed25519.")
+
+
+def trust_option(
+    help: str = "Only if somebody here signed it: allowed signers or a public key; may be repeated.",  # noqa: A002
+) -> Callable[[_F], _F]:
+    """Whose signatures count, as `trust`."""
+    return click.option("--trust", multiple=True, metavar="FILE|KEY", help=f"{help} Default: $CAS_CKPT_TRUST.")
+
+
+def given_trust(settings: Settings, given: tuple[str, ...], revoked: str | None = None) -> Trust | None:
+    """The trusted signers from options and settings; None if there are none.
+
+    Raises:
+        InvalidInputError: something that is not understood. StorageError: a file cannot be read.
+    """
+    from cas_ckpt.signing import Trust, as_trust
+
+    named = given or ((settings.trust,) if settings.trust else ())
+    if not named:
+        if revoked is not None:
+            raise InvalidInputError("--revoked takes keys away from those that --trust names: give that too")
+        return None
+    found = Trust(tuple(line for each in named for line in as_trust(each).signers))
+    return found if revoked is None else found.without(revoked)
 
 
 def memory_option(call: _F) -> _F:

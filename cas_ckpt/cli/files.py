@@ -7,9 +7,21 @@ from typing import Any, get_args
 import click
 
 from cas_ckpt.arguments import ExportFormat
-from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, memory_option, verb
+from cas_ckpt.cli.command import (
+    METRIC,
+    SIZE,
+    UNSIGNED,
+    Pair,
+    Settings,
+    flag,
+    given_trust,
+    keys_option,
+    memory_option,
+    sign_option,
+    trust_option,
+    verb,
+)
 from cas_ckpt.cli.output import escaped, subject
-from cas_ckpt.cli.signing import UNSIGNED, given_trust, sign_option, trust_option
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
-from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
-from cas_ckpt.cli.signing import given_trust, trust_option, verdict_text
+from cas_ckpt.cli.command import Settings, flag, given_trust, keys_option, limit_option, trust_option, verb
+from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc, verdict_text
 from cas_ckpt.core.records import CONTINUED_FROM, LEFT_OUT
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.history.quick_log import quick_log

@@ -65,7 +65,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "metrics": Place("history", "metrics", "Show the metrics of commits"),
         "best": Place("history", "best", "Show the best commits by a metric"),
         "sql": Place("history", "sql", "Ask the index in SQL"),
-        "verify": Place("signing", "verify", "Say who signed a commit or tag, by keys that you trust"),
+        "verify": Place("refs", "verify", "Say who signed a commit or tag, by keys that you trust"),
         "show": Place("show", "show", "Show one commit and what its state consists of"),
         "diff": Place("diff", "diff", "Show how two commits differ: entries, chunks, numbers"),
         "ls": Place("show", "ls", "List the entries of a commit"),
@@ -82,7 +82,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "tag": Place("refs", "tag", "List, make, rename or delete tags"),
         "pin": Place("refs", "pin", "List pins; keep a commit whatever is forgotten"),
         "unpin": Place("refs", "unpin", "Take pins away"),
-        "signers": Place("signing", "signers", "signers set, show, clear: branches that take signed commits only"),
+        "signers": Place("refs", "signers", "signers set, show, clear: branches that take signed commits only"),
     },
     "work with other repositories": {
         "push": Place("remotes", "push", "Send commits to another repository, and move its refs"),

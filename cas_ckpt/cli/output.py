@@ -26,6 +26,7 @@ from cas_ckpt.errors import CkptError, InternalError, PermissionDeniedError, Sto
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
+    from cas_ckpt.signing import SignatureInfo
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls, marks that turn the direction of text, and halves of surrogate pairs."""
@@ -71,6 +72,16 @@ def shown_metrics(metrics: Mapping[str, float], between: str) -> str:
     shown = [f"{escaped(name)}={number(value)}" for name, value in islice(metrics.items(), MOST_METRICS)]
     more = len(metrics) - len(shown)
     return between.join([*shown, f"({more} more)"] if more else shown)
+
+
+def verdict_text(found: SignatureInfo) -> str:
+    """A verdict in words."""
+    whose = ", ".join(map(escaped, found.signers))
+    key = f"{escaped(found.key_type)} {found.fingerprint}" if found.fingerprint else ""
+    if found.is_good:
+        return f"good signature of {whose} ({key})"
+    words = f"{found.verdict.value}: {escaped(found.reason)}"
+    return f"{words} ({', '.join(filter(None, (whose, key)))})" if key else words
 
 
 def cut(text: str, width: int | None) -> str:
@@ -267,7 +278,7 @@ _SHELL_WORDS = tuple(
         (r"repo\.signers\(\)", "cas-ckpt signers show"),
         (r'repo\.set_signers\("([^"]+)", trust\)', r"cas-ckpt signers set \1 --trust FILE"),
         (r"repo\.clear_signers\(\)", "cas-ckpt signers clear"),
-        (r"\bsign=KEY", "--sign KEYFILE"),
+        (r"CommitOptions\(sign=KEY\)", "--sign KEYFILE"),
         (r'repo\.repair\("(\w+)", sources=\[(OTHER|"[^"]+")\]\)', r"cas-ckpt fsck --repair \1 --from \2"),
         (r'repo\.repair\("(\w+)", refs=\{"(\w+)": (\w+)\}\)', r"cas-ckpt fsck --repair \1 --ref \2=\3"),
         (r'repo\.repair\("(\w+)"\)', r"cas-ckpt fsck --repair \1"),

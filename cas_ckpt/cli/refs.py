@@ -1,23 +1,28 @@
-"""branch, tag, pin, unpin and resolve: names of commits."""
+"""branch, tag, pin, unpin, resolve; verify, signers: names of commits, and who signed what they name.
+
+Keys, agents and passphrases are ssh-keygen's affair: see cas_ckpt/signing.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import Settings, flag, verb
-from cas_ckpt.cli.output import echo_json, escaped, subject, table
-from cas_ckpt.cli.signing import sign_option
+from cas_ckpt.cli.command import UNSIGNED, Settings, flag, given_trust, sign_option, trust_option, verb, verb_group
+from cas_ckpt.cli.output import echo_json, escaped, plain, subject, table, utc, verdict_text
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.errors import NotFoundError
+from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.history.quick_log import quick_refs, quick_resolve
 
 if TYPE_CHECKING:
+    from cas_ckpt.core.signatures import SignedBranches
     from cas_ckpt.ops.sync.remotes import Tracked
+    from cas_ckpt.ops.verify import Verified, VerifyReport
     from cas_ckpt.repository import Repository
 
 _DELETE = flag("-d", "--delete", help="Delete the names that follow.")
@@ -312,3 +317,110 @@ def _each(settings: Settings, what: str, names: Sequence[str], change: Callable[
             click.echo(text.format(what, escaped(name), changed[name][:SHORT_HEX]))
     if settings.json:
         echo_json(changed)
+
+
+# --- who signed commits and tags ----------------------------------------------------------------
+
+
+@verb(
+    "verify",
+    examples=[
+        "cas-ckpt verify main --trust allowed_signers",
+        "cas-ckpt verify v1 --trust ann.pub",
+        "cas-ckpt verify main --history --trust allowed_signers --revoked old_keys",
+        "cas-ckpt verify main --write main --trust allowed_signers",
+    ],
+    also=[14, 15, UNSIGNED],
+)
+@click.argument("revision", default="HEAD")
+@trust_option("Whose signatures count: a file of allowed signers, or a public key; may be repeated.")
+@click.option("--revoked", metavar="FILE", help="Keys that count no more: public keys, one a line, or a KRL.")
+@flag("--history", help="Every commit that it leads to has to be signed as well.")
+@click.option("--write", metavar="NAME", help="Write NAME.bytes and NAME.sig, for ssh-keygen -Y verify.")
+def verify(
+    settings: Settings, revision: str, trust: tuple[str, ...], revoked: str | None, history: bool, write: str | None
+) -> int:
+    """Say who signed a commit, or the tag that REVISION is, and end with 0 if somebody trusted did.
+
+    Signatures are those of SSH keys, as git makes them, in the namespace cas_ckpt. Times of validity are
+    compared with the time that the commit or tag itself says. The state is not read: a signed commit holds the
+    ids of everything that a checkout verifies.
+    """
+    trusted = given_trust(settings, trust, revoked)
+    if trusted is None:
+        raise click.UsageError("whose signatures count? Give --trust FILE, of allowed signers or a public key")
+    with settings.open() as repo:
+        report = repo.verify(revision, trust=trusted, history=history)
+        if write is not None:
+            _write(repo.signed_bytes(revision), write)
+    settings.page(plain(report) | {"ok": report.ok}, _lines(report))
+    return 0 if report.ok else UNSIGNED
+
+
+def _lines(report: VerifyReport) -> Iterator[str]:
+    if report.tag is not None:
+        yield _line(report.tag)
+    for each in report.commits:
+        yield _line(each)
+
+
+def _line(each: Verified) -> str:
+    name = f"tag {escaped(each.name)}" if each.what == "tag" else f"commit {each.name[:SHORT_HEX]}"
+    title = subject(each.message)
+    return f"{name}: {verdict_text(each.signature)}; {utc(each.time_s)} UTC" + (f"  {title}" if title else "")
+
+
+def _write(signed: Any, name: str) -> None:
+    for ending, data in ((".bytes", signed.message), (".sig", signed.signature.encode())):
+        path = Path(name + ending)
+        if path.exists():
+            raise ConflictError(f"{path} is there already: choose another name")
+        path.write_bytes(data)
+
+
+# --- branches that take signed commits only ---------------------------------------------------
+
+
+@verb_group("signers")
+def signers() -> None:
+    """Branches that take signed commits only: whose signatures they take.
+
+    It keeps those who use cas_ckpt from mistakes. Who can write to the storage otherwise can change this too:
+    readers give --trust.
+    """
+
+
+@signers.verb("set", examples=["cas-ckpt signers set main --trust allowed_signers"], also=[14])
+@click.argument("pattern")
+@trust_option("Whose signatures the branches take; may be repeated.")
+def signers_set(settings: Settings, pattern: str, trust: tuple[str, ...]) -> None:
+    """Let the branches that match PATTERN take commits only that somebody in --trust signed."""
+    trusted = given_trust(settings, trust)
+    if trusted is None:
+        raise click.UsageError("whose signatures do they take? Give --trust FILE")
+    with settings.open() as repo:
+        found = repo.set_signers(pattern, trusted)
+    settings.show(found, _rows(found))
+
+
+@signers.verb("show", examples=["cas-ckpt signers show"])
+def signers_show(settings: Settings) -> None:
+    """Print the patterns of branches, and the keys whose signatures they take."""
+    with settings.open() as repo:
+        found = repo.signers()
+    settings.show(found, _rows(found))
+
+
+@signers.verb("clear", examples=["cas-ckpt signers clear main", "cas-ckpt signers clear"], also=[14, 15])
+@click.argument("pattern", required=False)
+def signers_clear(settings: Settings, pattern: str | None) -> None:
+    """Let the branches of PATTERN, or all, take any commit again."""
+    with settings.open() as repo:
+        found = repo.clear_signers(pattern)
+    settings.show(found, _rows(found))
+
+
+def _rows(found: SignedBranches) -> list[str]:
+    if not found.branches:
+        return ["every branch takes any commit"]
+    return table([(escaped(each.pattern), escaped(line)) for each in found.branches for line in each.signers])

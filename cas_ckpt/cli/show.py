@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from cas_ckpt.arguments import UsageBy
-from cas_ckpt.cli.command import REGION, SIZE, Settings, flag, keys_option, limit_option, verb
+from cas_ckpt.cli.command import (
+    REGION,
+    SIZE,
+    UNSIGNED,
+    Settings,
+    flag,
+    given_trust,
+    keys_option,
+    limit_option,
+    trust_option,
+    verb,
+)
 from cas_ckpt.cli.log import describe, line_of, names_of_commits
-from cas_ckpt.cli.output import echo_json, escaped, long_table, plain, subject, table
-from cas_ckpt.cli.signing import UNSIGNED, given_trust, trust_option, verdict_text
+from cas_ckpt.cli.output import echo_json, escaped, long_table, plain, subject, table, verdict_text
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes

@@ -39,7 +39,6 @@ from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import mesh_text
-from cas_ckpt.objects.values import decode_value
 from cas_ckpt.signing import SignatureInfo, Verdict, described
 
 
@@ -312,6 +311,8 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
     Raises:
         NotFoundError: no such commit. CorruptionError: an object of it is damaged.
     """
+    from cas_ckpt.objects.values import decode_value  # brings numpy, which a log does not wait for
+
     digest = resolve(handle, revision)
     data = handle.read_node(ObjectKind.COMMIT, digest)
     row, made = commit_row(digest, data), decode_commit(data)
