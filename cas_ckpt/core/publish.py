@@ -465,14 +465,14 @@ def _lost_ref(handle: RepositoryHandle, kind: RefKind, name: str, target: Digest
     No placeholder is made, which would pass for the ref if its target never came: what says that the ref was made
     stays alone until then, and ends every collection at the fence that does not find the ref.
     """
-    try:
-        return handle.refs.get(kind, name)
-    except NotFoundError:
-        check_free(handle, kind, name)
-        require_complete(handle, target, generation)
-        lost = Ref(kind, name, None, PLACEHOLDER_GENERATION, (), record=None)
-        handle.refs.announce([lost.key])
-        return lost
+    known = handle.refs.find(kind, name)
+    if known is not None:
+        return known
+    check_free(handle, kind, name)
+    require_complete(handle, target, generation)
+    lost = Ref(kind, name, None, PLACEHOLDER_GENERATION, (), record=None)
+    handle.refs.announce([lost.key])
+    return lost
 
 
 def was_published(handle: RepositoryHandle, branch: str, ours: Digest) -> bool:
@@ -490,30 +490,17 @@ def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> boo
     return False
 
 
-def branch_ref(handle: RepositoryHandle, branch: str) -> Ref | None:
-    """The branch, or its placeholder; None if it does not exist."""
-    try:
-        return handle.refs.get(RefKind.BRANCH, branch)
-    except NotFoundError:
-        return None
-
-
 def branch_target(handle: RepositoryHandle, branch: str) -> Digest | None:
     """The commit that the branch names; None if it names none, or does not exist."""
-    ref = branch_ref(handle, branch)
+    ref = handle.refs.find(RefKind.BRANCH, branch)
     return None if ref is None else ref.target
 
 
 def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
     """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
     other = _RIVALS.get(kind)
-    if other is None:
-        return
-    try:
-        taken = handle.refs.get(other, name).target is not None
-    except NotFoundError:
-        return
-    if taken:
+    taken = None if other is None else handle.refs.find(other, name)
+    if other is not None and taken is not None and taken.target is not None:
         raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
 
 

@@ -125,6 +125,13 @@ class RefStore:
         self._tell(self._lists_versions and self._remembered().get(key, ("", b""))[1] == record)
         return self._noted(decode_ref(kind, name, key, record))
 
+    def find(self, kind: RefKind, name: str) -> Ref | None:
+        """The ref as `get` gives it; None if there is none."""
+        try:
+            return self.get(kind, name)
+        except NotFoundError:
+            return None
+
     def seen(self, kinds: Sequence[RefKind], name: str) -> list[Ref]:
         """The refs of this name that have a target, of these kinds, in their order; for readers."""
         keys = [ref_key(kind, name) for kind in kinds]

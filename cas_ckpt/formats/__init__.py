@@ -4,11 +4,11 @@
 hashed; the tree is committed like any state (ops/commit). An export names and orders the tensors of a commit, and
 lets all files appear together, whole, or not at all.
 
-    safetensors.py, safetensors_export.py   headers, read with suspicion and written as the library does; shards
-    models.py, names.py                     model folders; names in live objects, wrappers, adapters of PEFT
-    folders.py                              files of an import and an export, whatever their format
-    torch_file.py                           files of torch.save
-    pickles.py                              pickles of strangers, read without running anything
+    safetensors.py        headers, read with suspicion and written as the library does; shards
+    models.py, names.py   model folders; names in live objects, wrappers, adapters of PEFT
+    folders.py            files of an import and an export, whatever their format
+    torch_file.py         files of torch.save
+    pickles.py            pickles of strangers, read without running anything
     dcp_metadata.py, dcp_import.py, dcp_export.py   folders of torch.distributed.checkpoint's own files
 
 Invariant: no code in a file is run, nothing that a file says is believed, and memory is a buffer for each thread,

@@ -42,7 +42,7 @@ from cas_ckpt.dcp.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.formats.folders import OutputFiles
-from cas_ckpt.formats.safetensors_export import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
+from cas_ckpt.formats.safetensors import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
 from cas_ckpt.formats.torch_file import save_torch
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.memory import check_memory

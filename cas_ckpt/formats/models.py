@@ -1,4 +1,4 @@
-"""The files of a model: one weights file, or a Hugging Face folder; and the state that safetensors files hold.
+"""The files of a model: one weights file, or a Hugging Face folder; and where a state in them goes.
 
     folder/  model.safetensors                                  or, in this order of choice,
              model.safetensors.index.json + its shards,
@@ -20,12 +20,14 @@ says so. Must not know: torch, which reads its own files.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cas_ckpt.arguments import ExportFormat
 from cas_ckpt.core.handle import RepositoryHandle
@@ -34,9 +36,8 @@ from cas_ckpt.core.records import LeftOut
 from cas_ckpt.core.refs import Head
 from cas_ckpt.core.revisions import Revision, resolve_named, revision_text
 from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, reworded
-from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch
-from cas_ckpt.formats.safetensors import Header, read_header, read_json_object
-from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
+from cas_ckpt.formats.folders import InputFile
+from cas_ckpt.objects.state import Container, Item, Name, ValueItem
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.store import translated
 
@@ -224,6 +225,30 @@ def _is_side_file(name: str) -> bool:
     return Path(name).suffix.lower() in _SIDE_SUFFIXES and not name.startswith(".") and not name.endswith(INDEX_SUFFIX)
 
 
+def read_json_object(data: bytes) -> dict[str, Any]:
+    """The object that a stranger's JSON holds.
+
+    Raises:
+        ValueError: says how it is malformed; of an object that has a name twice, too.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            raise ValueError("a name is in it twice")
+        return content
+
+    try:
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError("nests too deep") from error
+    except ValueError as error:  # of the encoding too, and of numbers of thousands of digits
+        raise ValueError(f"is not JSON: {str(error)[:200]}") from error
+    if not isinstance(content, dict):
+        raise ValueError("is not a JSON object")  # noqa: TRY004  # of the text, not of a type
+    return content
+
+
 def _read_index(path: Path, *, suffix: str) -> dict[str, str]:
     data = read_side_file(path)
     try:
@@ -327,21 +352,6 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise reworded(error, f"{path}: {error}") from error
 
 
-def model_tree(files: ModelFiles) -> Container:
-    """The state that safetensors files hold; their bytes are read when it is committed.
-
-    Raises:
-        InvalidInputError: a malformed file, or one tensor in two files.
-    """
-    opened = [InputFile(path) for path in files.weights]
-    headers = [read_header(file) for file in opened]
-    children: dict[Name, Item] = {MODEL: Container("dict", _tensors(opened, headers, files))}
-    metadata = _merged_metadata(files.weights, headers)
-    if metadata is not None:
-        children[METADATA] = Container("dict", {name: ValueItem(text) for name, text in metadata.items()})
-    return Container("dict", {**children, **side_items(files)})
-
-
 def under_prefix(tree: Container, prefix: str) -> Container:
     """`tree` as the content of the key `prefix` ("base/model"); as it is if that is empty.
 
@@ -360,35 +370,3 @@ def side_items(files: ModelFiles) -> dict[Name, Item]:
     """The side files of a folder as bytes under "files"; nothing if there are none."""
     children: dict[Name, Item] = {path.name: ValueItem(read_side_file(path)) for path in files.side_files}
     return {FILES: Container("dict", children)} if children else {}
-
-
-def _tensors(opened: Sequence[InputFile], headers: Sequence[Header], files: ModelFiles) -> dict[Name, Item]:
-    scratch = ReadScratch()
-    items: dict[Name, TensorItem] = {}
-    pairs = list(zip(opened, headers, strict=True))
-    found = placed(files, ((file.path, [slot.name for slot in header.tensors]) for file, header in pairs))
-    for file, header in pairs:
-        for slot in header.tensors:
-            items[slot.name] = TensorItem(slot.spec, FileSource(file, slot.offset, slot.spec, scratch))
-        for name, kept in (header.metadata or {}).items():
-            if found.get(kept) == file.path and name not in found and name != "format":
-                # `save_model` of the library has dropped it, since it is the memory of the other one
-                items[kept].identity = ((str(file.path), kept), None)
-                items[name] = items[kept]
-    return dict(items)
-
-
-def _merged_metadata(paths: Sequence[Path], headers: Sequence[Header]) -> Mapping[str, str] | None:
-    """The texts of all headers; where shards disagree, each is kept as `name@shard`."""
-    pairs = zip(paths, headers, strict=True)
-    given = [(path.name, header.metadata) for path, header in pairs if header.metadata is not None]
-    if not given:
-        return None
-    merged: dict[str, str] = {}
-    for name in sorted({name for _, texts in given for name in texts}):
-        texts = {shard: texts[name] for shard, texts in given if name in texts}
-        if len(set(texts.values())) == 1:
-            merged[name] = next(iter(texts.values()))
-        else:
-            merged.update({f"{name}@{shard}": text for shard, text in texts.items()})
-    return merged

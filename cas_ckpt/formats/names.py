@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.formats.safetensors import read_json_object
+from cas_ckpt.formats.models import read_json_object
 from cas_ckpt.objects.state import CONTAINER_KINDS, ORDER, Container, Item, Name, Path, TensorItem, render_key
 
 # --- wrappers -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.folders import FileSource, InputFile, OutputFiles, ReadScratch
 from cas_ckpt.formats.models import MODEL, ModelFiles, placed, side_items
 from cas_ckpt.formats.pickles import Storage, Stream, most_bytes, read_torch_pickle
-from cas_ckpt.formats.safetensors_export import ExportInfo
+from cas_ckpt.formats.safetensors import ExportInfo
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors

@@ -31,14 +31,13 @@ from cas_ckpt.formats.models import (
     ModelFiles,
     files_beside,
     find_model,
-    model_tree,
     naming,
     read_side_file,
     side_items,
     under_prefix,
 )
 from cas_ckpt.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter, renamed, without_wrappers
-from cas_ckpt.formats.safetensors_export import ExportInfo, export_safetensors
+from cas_ckpt.formats.safetensors import ExportInfo, export_safetensors, model_tree
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, Name
 from cas_ckpt.ops.commit.commit import commit_tree

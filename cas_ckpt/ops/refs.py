@@ -393,12 +393,7 @@ def reflog(handle: RepositoryHandle, name: str | None = None, *, limit: int | No
 def _ref(handle: RepositoryHandle, name: str) -> Ref:
     whole, plain = split_name(name)
     kinds = RefKind if whole is None else [whole]
-    found = []
-    for kind in kinds:
-        try:
-            found.append(handle.refs.get(kind, plain))
-        except NotFoundError:
-            continue
+    found = [ref for kind in kinds if (ref := handle.refs.find(kind, plain)) is not None]
     require_one(name, [ref for ref in found if ref.target is not None and ref.kind is not RefKind.PIN])
     if not found:
         require_there(handle.store)

@@ -24,7 +24,7 @@ from cas_ckpt.repository.upkeep import UpkeepVerbs
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo
     from cas_ckpt.core.revisions import Revision
-    from cas_ckpt.formats.safetensors_export import ExportInfo
+    from cas_ckpt.formats.safetensors import ExportInfo
     from cas_ckpt.ops.checkout.checkout import Region
     from cas_ckpt.ops.commit.request import CommitRequest
     from cas_ckpt.signing import Trusted

@@ -45,7 +45,7 @@ from cas_ckpt.arguments import (
     checked_step,
 )
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, branch_target, check_free
+from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free
 from cas_ckpt.core.records import PARTLY_FROM, Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_new_name, check_text, default_author, is_whole_id
 from cas_ckpt.core.revisions import nearly, other_meaning, resolve, resolve_named, revision_text
@@ -371,7 +371,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     head = request.head
     if head is None:
         branch = check_name(handle.default_branch if request.branch is None else request.branch)
-        ref = branch_ref(handle, branch)
+        ref = handle.refs.find(RefKind.BRANCH, branch)
         require_signer(handle, ref, branch, request.sign)
         if request.on_conflict == "retry":
             return Destination(branch)
@@ -380,7 +380,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     if named is None:
         raise _no_branch(handle, head)
     branch = check_name(named)
-    ref = branch_ref(handle, branch)
+    ref = handle.refs.find(RefKind.BRANCH, branch)
     target = None if ref is None else ref.target
     origin = None if head.commit is None else Digest(bytes.fromhex(head.commit))
     attached = head.branch == branch and origin is not None

@@ -187,10 +187,8 @@ def _leased(handle: RepositoryHandle, update: RefUpdate, request: PushRequest, n
     elif update.kind is not RefKind.BRANCH:
         expected = ANY_HEAD
     else:
-        try:
-            expected = handle.refs.get(RefKind.REMOTE, f"{name}/{update.name}").target
-        except NotFoundError:
-            expected = None
+        known = handle.refs.find(RefKind.REMOTE, f"{name}/{update.name}")
+        expected = None if known is None else known.target
     return replace(update, force=True, expected=expected)
 
 
@@ -202,21 +200,14 @@ def _as_there(other: RepositoryHandle, update: RefUpdate, request: PushRequest) 
     """
     if update.target is not None or not {update.name, f":{update.name}"} & {*request.delete, *request.refs}:
         return update
-    kinds = [ref.kind for kind in (RefKind.BRANCH, RefKind.TAG) if (ref := _there(other, kind, update.name))]
+    refs = [other.refs.find(kind, update.name) for kind in (RefKind.BRANCH, RefKind.TAG)]
+    kinds = [ref.kind for ref in refs if ref is not None and ref.target is not None]
     if len(kinds) > 1:
         raise InvalidInputError(
             f"{update.name!r} is a branch and a tag of {other.store.url}: say refs/heads/{update.name} or "
             f"refs/tags/{update.name}"
         )
     return replace(update, kind=kinds[0]) if kinds else update
-
-
-def _there(other: RepositoryHandle, kind: RefKind, name: str) -> Ref | None:
-    try:
-        ref = other.refs.get(kind, name)
-    except NotFoundError:
-        return None
-    return None if ref.target is None else ref
 
 
 def _check_deletions(updates: Sequence[RefUpdate], other: RepositoryHandle) -> None:

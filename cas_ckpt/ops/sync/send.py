@@ -238,7 +238,7 @@ class _Sending:
         """s1 to s6."""
         tips = [update.target for update in self.updates if update.target is not None]
         graph = graph_of_both(self.source, self.target, tips)
-        heads = {update.key: self._head(update) for update in self.updates}
+        heads = {update.key: self.target.refs.find(update.kind, update.name) for update in self.updates}
         for update in self.updates:
             self._judge(update, heads[update.key], graph)
             if update.kind is RefKind.BRANCH and update.target is not None:  # now, and again at the swap
@@ -306,12 +306,6 @@ class _Sending:
             return self.target.begin_writing()
         self.target.sync()
         return read_gc_state(self.target.store).generation
-
-    def _head(self, update: RefUpdate) -> Ref | None:
-        try:
-            return self.target.refs.get(update.kind, update.name)
-        except NotFoundError:
-            return None
 
     # --- refs ---------------------------------------------------------------------------------
 

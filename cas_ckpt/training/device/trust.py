@@ -133,22 +133,17 @@ def _on_host(wanted: Sequence[CellsToName], place: tuple[int, int]) -> bytes:
     return native.leaf_digests(cell, asked.grid.leaf_bytes)
 
 
-_hashers: dict[torch.device, DeviceHasher | None] = {}
+HASHERS: dict[torch.device, DeviceHasher | None] = {}
+"""By device; tests give the CPU one."""
+
 _lock = threading.RLock()
 
 
 def hasher_of(device: torch.device) -> DeviceHasher | None:
     """The hasher of tensors on `device`; None if only the host hashes."""
     try:
-        return _hashers[device]
+        return HASHERS[device]
     except KeyError:
         with _lock:
             made = DeviceHasher(device, lambda: importlib.import_module(_KERNELS)) if device.type == "cuda" else None
-            return _hashers.setdefault(device, made)
-
-
-def hash_with(device: torch.device, hasher: DeviceHasher | None) -> DeviceHasher | None:
-    """Let `hasher` hash the tensors on `device`, in this process; the one before it. For tests, on the CPU too."""
-    before = hasher_of(device)
-    _hashers[device] = hasher
-    return before
+            return HASHERS.setdefault(device, made)

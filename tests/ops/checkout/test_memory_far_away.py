@@ -29,7 +29,7 @@ from cas_ckpt.objects.state import TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.packs import DataOptions
-from cas_ckpt.formats.safetensors_export import export_safetensors
+from cas_ckpt.formats.safetensors import export_safetensors
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory
 from tests.far import FarStore

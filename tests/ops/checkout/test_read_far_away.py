@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import StorageError
-from cas_ckpt.formats.safetensors_export import export_safetensors
+from cas_ckpt.formats.safetensors import export_safetensors
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import ValueItem
 from cas_ckpt.ops.checkout import checkout

@@ -27,7 +27,7 @@ from cas_ckpt.errors import (
     UnsupportedValueError,
 )
 from cas_ckpt.formats import folders as output_files
-from cas_ckpt.formats import safetensors_export as exporting
+from cas_ckpt.formats import safetensors as exporting
 from cas_ckpt.formats.verbs import export_any
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.ops.commit.commit import commit_tree

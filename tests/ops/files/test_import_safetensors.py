@@ -15,8 +15,8 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.formats import folders as input_file
 from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch
-from cas_ckpt.formats.models import find_model, model_tree
-from cas_ckpt.formats.safetensors import DTYPES
+from cas_ckpt.formats.models import find_model
+from cas_ckpt.formats.safetensors import DTYPES, model_tree
 from cas_ckpt.formats.verbs import import_any
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.ops.commit.commit import commit_tree

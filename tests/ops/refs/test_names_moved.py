@@ -11,6 +11,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import read_gc_state, swap_gc_state
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.core.revisions import resolve
+from cas_ckpt.core.settings import Remote
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, StorageError
 from cas_ckpt.index import history
 from cas_ckpt.ops.history.log import show_commit
@@ -88,7 +89,7 @@ def test_a_name_that_nothing_can_be_renamed_to_is_refused_without_a_way_to_force
 ) -> None:
     create_branch(repo, "ft")
     create_branch(repo, "other")
-    add_remote(repo, "up", "/mnt/up")
+    add_remote(repo, Remote("up", "/mnt/up"))
     with pytest.raises(ConflictError, match="choose another name$"):
         rename_ref(repo, RefKind.BRANCH, "ft", new)
 

@@ -356,7 +356,7 @@ def test_the_whole_name_of_a_ref_is_no_name_of_a_new_one(repo: RepositoryHandle,
             with pytest.raises(InvalidInputError, match="refs/"):
                 call(name)
     with pytest.raises(InvalidInputError, match="refs"):
-        add_remote(repo, "refs", "/mnt/usb")
+        add_remote(repo, Remote("refs", "/mnt/usb"))
     assert {ref.name for ref in repo.refs.list()} == {"main", "ft"}
     assert resolve(repo, "refs/heads/main") == before
 

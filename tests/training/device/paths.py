@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,18 +15,15 @@ from cas_ckpt.training.capture import tensors
 from cas_ckpt.training.capture.tensors import CopiedTensor
 from cas_ckpt.training.device import together
 from cas_ckpt.training.device.copies import on_own_stream
-from cas_ckpt.training.device.trust import DeviceHasher, hash_with
+from cas_ckpt.training.device.trust import HASHERS, DeviceHasher
 from tests.training.device.hashing import CPU
 
 
 @contextmanager
 def hashed_on_device(kernels: Any) -> Iterator[Any]:
     """Tensors of the CPU go the way of those on a GPU, hashed by `kernels`."""
-    before = hash_with(CPU, DeviceHasher(CPU, lambda: kernels))
-    try:
+    with patch.dict(HASHERS, {CPU: DeviceHasher(CPU, lambda: kernels)}):
         yield kernels
-    finally:
-        hash_with(CPU, before)
 
 
 @contextmanager

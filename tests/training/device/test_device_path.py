@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cas_ckpt import Repository, errors
 from cas_ckpt.training.device import trust
-from cas_ckpt.training.device.trust import DeviceHasher, hash_with
+from cas_ckpt.training.device.trust import HASHERS, DeviceHasher
 from cas_ckpt.transfer import save
 from tests.training.device.hashing import CPU, random_tensor
 from tests.training.device.host_kernels import Launches
@@ -124,12 +125,8 @@ def test_a_device_that_cannot_be_trusted_is_named_once_and_the_host_hashes(
 
     states = [state(), state(), state(1), state()]
     on_host = root_of(states)
-    before = hash_with(CPU, DeviceHasher(CPU, imported))
-    try:
-        with caplog.at_level(logging.WARNING, "cas_ckpt"):
-            assert root_of(states) == on_host
-    finally:
-        hash_with(CPU, before)
+    with patch.dict(HASHERS, {CPU: DeviceHasher(CPU, imported)}), caplog.at_level(logging.WARNING, "cas_ckpt"):
+        assert root_of(states) == on_host
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1 and told in warnings[0] and "cpu: leaves are hashed on the host" in warnings[0]
 
