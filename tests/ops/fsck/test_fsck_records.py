@@ -343,6 +343,7 @@ def test_rows_that_say_other_things_than_the_packs_are_found_and_put_right(repo:
         "DELETE FROM t_specs",
         "DELETE FROM t_layouts",
         "UPDATE t_layouts SET world_size = 7",
+        "INSERT INTO t_metrics VALUES (987654, 'loss', 1.0)",  # of no commit
     ]
     for statement in statements:
         connection = sqlite3.connect(index_file(repo))
