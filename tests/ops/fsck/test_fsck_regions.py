@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.fsck.report import Effect, FsckReport, ProblemKind
 from tests.builders import commit, new_repository
 from tests.ops.fsck.fsck_cases import (
@@ -90,6 +91,16 @@ def test_a_flipped_bit_is_found_and_all_that_it_hits_is_named_exactly(
         assert found_hits(report, model) == wanted_hits(model, objects), (name, at)
         (repo / region.pack).write_bytes((intact / region.pack).read_bytes())
     assert check(repo).ok
+
+
+@pytest.mark.parametrize("name", kinds_of_regions())
+def test_a_check_of_structure_alone_finds_all_flipped_bits_but_those_of_data(
+    repo: Path, intact: Path, name: str
+) -> None:
+    region = sampled(intact, name, 1)[0]
+    flip(repo / region.pack, DICE.randrange(region.start, region.stop))
+    wanted = [] if name.startswith("chunk ") else [str(region.pack)]
+    assert [problem.where for problem in check_url(repo).problems] == wanted
 
 
 @pytest.mark.parametrize("name", kinds_of_regions())
