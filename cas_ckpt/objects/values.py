@@ -26,7 +26,7 @@ import sys
 import types
 import uuid
 import zoneinfo
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -111,6 +111,9 @@ PICKLE_PROTOCOL = 4
 NUMPY_DTYPE_NAME = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[Mm]8(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)")
 """Numpy dtypes with a name on disk: no padding, the same on every machine."""
 
+_TIME_PARTS = ("hour", "minute", "second", "microsecond", "fold", "tzinfo")
+_DATETIME_PARTS = ("year", "month", "day", *_TIME_PARTS)
+
 _EXT_HEADS = frozenset({0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8})
 
 
@@ -149,6 +152,10 @@ class Encoder:
     def array(self, items: Iterable[Any]) -> bytes:
         """An array of values."""
         return pack_array([self.encode(item) for item in items])
+
+    def parts(self, value: Any, names: Iterable[str]) -> bytes:
+        """An array of the attributes of these names."""
+        return self.array(getattr(value, name) for name in names)
 
     def sorted_array(self, items: Iterable[Any]) -> bytes:
         """An array of values, in the order of their bytes."""
@@ -201,21 +208,6 @@ def _write_default_dict(encoder: Encoder, value: collections.defaultdict[Any, An
     if factory is not None and (name is None or DEFAULT_FACTORIES.get(name) is not factory):
         return encoder.pickled(value)
     return pack_ext(ValueCode.DEFAULT_DICT, encoder.array([name, dict(value)]))
-
-
-def _write_datetime(encoder: Encoder, value: datetime.datetime) -> bytes:
-    parts = [value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond]
-    return pack_ext(ValueCode.DATETIME, encoder.array([*parts, value.fold, value.tzinfo]))
-
-
-def _write_time(encoder: Encoder, value: datetime.time) -> bytes:
-    parts = [value.hour, value.minute, value.second, value.microsecond, value.fold, value.tzinfo]
-    return pack_ext(ValueCode.TIME, encoder.array(parts))
-
-
-def _write_timezone(encoder: Encoder, value: datetime.timezone) -> bytes:
-    offset, *name = value.__getinitargs__()  # type: ignore[attr-defined]  # the only way to tell a given name
-    return pack_ext(ValueCode.TIMEZONE, encoder.array([offset, *name]))
 
 
 def _write_zone_info(encoder: Encoder, value: zoneinfo.ZoneInfo) -> bytes:
@@ -289,11 +281,11 @@ _WRITERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     range: lambda e, v: pack_ext(ValueCode.RANGE, e.array([v.start, v.stop, v.step])),
     slice: lambda e, v: pack_ext(ValueCode.SLICE, e.array([v.start, v.stop, v.step])),
     type(...): lambda e, v: pack_ext(ValueCode.ELLIPSIS, b""),
-    datetime.datetime: _write_datetime,
+    datetime.datetime: lambda e, v: pack_ext(ValueCode.DATETIME, e.parts(v, _DATETIME_PARTS)),
     datetime.date: lambda e, v: pack_ext(ValueCode.DATE, e.array([v.year, v.month, v.day])),
-    datetime.time: _write_time,
+    datetime.time: lambda e, v: pack_ext(ValueCode.TIME, e.parts(v, _TIME_PARTS)),
     datetime.timedelta: lambda e, v: pack_ext(ValueCode.TIMEDELTA, e.array([v.days, v.seconds, v.microseconds])),
-    datetime.timezone: _write_timezone,
+    datetime.timezone: lambda e, v: pack_ext(ValueCode.TIMEZONE, e.array(v.__getinitargs__())),  # a given name too
     zoneinfo.ZoneInfo: _write_zone_info,
     **{kind: (lambda e, v: pack_ext(ValueCode.PATH, e.array([type(v).__name__, str(v)]))) for kind in PATH_TYPES},
     uuid.UUID: lambda e, v: pack_ext(ValueCode.UUID, v.bytes),
@@ -426,6 +418,10 @@ class Decoder:
             raise self.corrupt(f"an array of {count} was expected, found one of {len(native)}")
         return [self.lift(item) for item in native]
 
+    def parts(self, payload: bytes, names: Sequence[str]) -> dict[str, Any]:
+        """The values of an array by these names."""
+        return dict(zip(names, self.items(payload, len(names)), strict=True))
+
     def mapping(self, payload: bytes) -> dict[Any, Any]:
         """A dict, as `encode` wrote it."""
         value = self.lift(unpack_canonical(payload))
@@ -500,16 +496,6 @@ def _numpy_dtype(decoder: Decoder, name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def _read_datetime(decoder: Decoder, payload: bytes) -> datetime.datetime:
-    year, month, day, hour, minute, second, microsecond, fold, zone = decoder.items(payload)
-    return datetime.datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _read_time(decoder: Decoder, payload: bytes) -> datetime.time:
-    hour, minute, second, microsecond, fold, zone = decoder.items(payload)
-    return datetime.time(hour, minute, second, microsecond, zone, fold=fold)
-
-
 def _read_zone_info(decoder: Decoder, payload: bytes) -> zoneinfo.ZoneInfo:
     (name,) = decoder.items(payload)
     try:
@@ -579,9 +565,9 @@ _READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
     ValueCode.EXTENSION: _read_extension,
     ValueCode.NUMPY_SCALAR: _read_numpy_scalar,
     ValueCode.NUMPY_DTYPE: lambda d, p: _numpy_dtype(d, p.decode()),
-    ValueCode.DATETIME: _read_datetime,
+    ValueCode.DATETIME: lambda d, p: datetime.datetime(**d.parts(p, _DATETIME_PARTS)),
     ValueCode.DATE: lambda d, p: datetime.date(*d.items(p, 3)),
-    ValueCode.TIME: _read_time,
+    ValueCode.TIME: lambda d, p: datetime.time(**d.parts(p, _TIME_PARTS)),
     ValueCode.TIMEDELTA: lambda d, p: datetime.timedelta(*d.items(p, 3)),
     ValueCode.TIMEZONE: lambda d, p: datetime.timezone(*d.items(p)),
     ValueCode.ZONE_INFO: _read_zone_info,
