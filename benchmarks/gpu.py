@@ -30,7 +30,7 @@ from cas_ckpt.native import leaf_digests
 from cas_ckpt.objects.digest import DIGEST_BYTES, chunk_id
 from cas_ckpt.objects.spec import grid_for
 from cas_ckpt.training.capture.tensors import CopiedTensor, spec_of
-from cas_ckpt.training.device import trust
+from cas_ckpt.training.device import hasher as module
 from cas_ckpt.training.device.cells import CellRequest
 from cas_ckpt.training.device.hasher import Hasher
 
@@ -245,7 +245,7 @@ def host_half(num_bytes: int) -> list[str]:
 
 
 def page(num_bytes: int, *, host_only: bool) -> str:
-    trust.AUDIT_SHARE = 0  # audits are counted apart: a cell of 4 MiB for 64 GB that are hashed
+    module.AUDIT_SHARE = 0  # audits are counted apart: a cell of 4 MiB for 64 GB that are hashed
     kind = "No GPU: only the host's half is measured" if host_only else torch.cuda.get_device_name()
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     host = {"What the host does for an unchanged state": lambda: host_half(num_bytes)}

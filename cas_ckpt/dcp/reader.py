@@ -78,8 +78,7 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
-from cas_ckpt.training.restore.draft import Written, overlap_faults
-from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
+from cas_ckpt.training.restore.draft import ReadOnlyMemory, memory_of_tensor, overlap_faults
 from cas_ckpt.training.stateful import set_versions
 from cas_ckpt.training.torch_internals import CHUNK_LIST, private
 
@@ -464,10 +463,12 @@ def _check_memory(reads: Iterable[_TensorRead]) -> None:
     """
     read_only, written = ReadOnlyMemory(), []
     for read in reads:
-        memories = memory_of_tensor(read.found)
+        memories = memory_of_tensor(read.found, read.key)
         if read_only.holds(memories):
             raise MismatchError(f"{read.key}: the memory of the destination is mapped read-only: clone() it")
-        written += [Written(memory, read.key, (read.copy.stored, read.box)) for memory in memories]
+        for memory in memories:
+            memory.content = (read.copy.stored, read.box)
+        written += memories
     faults = overlap_faults(written)
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

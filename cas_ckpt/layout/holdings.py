@@ -1,17 +1,35 @@
-"""Which elements of a tensor each rank holds, from its placement alone.
+"""Which elements of a tensor each rank holds, from its placement alone; and of each cell and leaf of its grid.
+
+    `holdings`, `held_by`   the shards of all ranks, or of one
+    `wants_id`   a name for who wants what of which tensors
+    `touches`    which parts of which shards are in each cell (how tensors are cut: objects/spec.py). The boxes of one
+                 piece tile it exactly, one box per cell that it touches. The cost is that of the answer, never cells
+                 times shards.
+    `leaf_map`   where the leaves of a straddling cell come from, of which several shards hold parts. Most leaves
+                 are whole in one part; the others are put together from pieces, on the part that has most of them.
 
 Invariant: pure, and the same on every rank; follows torch's DTensor element by element (tests
-compare with it). Cost grows with the number of distinct shards, never with ranks times ranks.
+compare with it). Cost grows with the number of distinct shards, never with ranks times ranks. Knows nothing of bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.objects.spec import Box, BoxPlacement, MeshPlacement, Placement
+from cas_ckpt.native import runs_of_boxes
+from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
+from cas_ckpt.objects.spec import Box, BoxPlacement, Grid, MeshPlacement, Placement
+
+PLANNER_VERSION = 2
+"""Raised when equal layouts would be planned otherwise than before, so that kept plans are not taken."""
 
 Interval = tuple[int, int]
 """(start, size) along one dimension."""
@@ -64,6 +82,36 @@ def whole(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Shard, ...]:
     return (Shard((box,), (box.offsets,), tuple(sorted(ranks))),) if box.num_elements else ()
 
 
+def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
+    """Digest of which ranks want which elements; independent of order and notation.
+
+    Names of dimensions, keys and ways to write a placement are not part of it: FSDP over 8 ranks, and a mesh `dp=8`
+    that somebody plans for, want the same. Nor are further keys of one and the same tensor.
+
+    Args:
+        wanted: Id of what is stored, and who wants what of it. Cost: distinct objects `shards`, and one step for each.
+    """
+    names: dict[int, bytes] = {}
+    found = set()
+    for digest, shards in wanted:
+        name = names.get(id(shards))
+        if name is None:
+            name = names[id(shards)] = _shards_id(shards)
+        found.add(digest + name)
+    head = pack_canonical([PLANNER_VERSION, world_size])
+    return object_id("restore wants", head + b"".join(sorted(found)))
+
+
+def _shards_id(shards: Iterable[Shard]) -> Digest:
+    """Digest of the shards, independent of order; ranks that hold the same pieces may be one shard or several."""
+    ranks_of: dict[tuple[tuple[int, ...], ...], set[int]] = {}
+    for shard in shards:
+        pieces = tuple(sorted((*piece.offsets, *piece.sizes) for piece in shard.pieces))
+        ranks_of.setdefault(pieces, set()).update(shard.ranks)
+    rows = [[list(map(list, pieces)), sorted(ranks)] for pieces, ranks in sorted(ranks_of.items())]
+    return leaf_digest(pack_atom(rows))
+
+
 def one_replica(placements: Sequence[Placement]) -> frozenset[int]:
     """Ranks that hold one replica of a tensor between them, as far as a placement tells replicas apart.
 
@@ -94,18 +142,9 @@ def held_by(rank: int, shape: Sequence[int], placement: Placement) -> tuple[tupl
     mesh = placement.mesh
     if rank not in mesh.ranks:
         return ()
-    place = _unravel(mesh.ranks.index(rank), mesh.shape)
+    place = tuple(map(int, np.unravel_index(mesh.ranks.index(rank), mesh.shape)))
     pieces, local = _Cutter(tuple(shape), placement).pieces(place)
     return tuple(zip(pieces, local, strict=True))
-
-
-def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinates of place number `index`, places counted in C order."""
-    place = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        place.append(at)
-    return tuple(reversed(place))
 
 
 _Found = tuple[tuple[Box, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
@@ -209,3 +248,112 @@ def _window(intervals: Sequence[Interval], first: int, last: int) -> Iterable[In
         if begin < end:
             yield start + begin, end - begin
         offset += size
+
+
+# --- which parts of which shards are in each cell -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """The intersection of a cell with a piece of a shard.
+
+    Attributes:
+        shard: Position of the shard in the sequence that was asked about.
+        piece: Position of the piece in the shard.
+        box: The common box, in global coordinates; never empty.
+    """
+
+    shard: int
+    piece: int
+    box: Box
+
+
+def touches(grid: Grid, shards: Sequence[Shard]) -> list[tuple[Touch, ...]]:
+    """For every cell of `grid`, in order: what each shard has of it, by (shard, piece).
+
+    Pieces must lie inside the tensor.
+    """
+    found: list[list[Touch]] = [[] for _ in range(grid.num_cells)]
+    for at, shard in enumerate(shards):
+        for number, piece in enumerate(shard.pieces):
+            for cell, box in grid.cells_in(piece):
+                found[cell].append(Touch(at, number, box))
+    return [tuple(each) for each in found]
+
+
+# --- which parts of a straddling cell its leaves come from -----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPiece:
+    """A box of a straddling leaf (relative to the cell), and the part that holds it."""
+
+    part: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMap:
+    """Where the leaves of one cell come from.
+
+    Attributes:
+        owners: For each leaf the number of the part that hashes it.
+        pieces: The boxes of each straddling leaf in the leaf's own order; leaves that are whole in their
+            owner's part are not here.
+        equals: The parts that have most of a leaf, where several have as much: any may own it.
+    """
+
+    owners: tuple[int, ...]
+    pieces: dict[int, tuple[LeafPiece, ...]]
+    equals: dict[int, tuple[int, ...]]
+
+    def owners_in_turn(self, turn: int) -> tuple[int, ...]:
+        """The owners, where equals share the leaves: in long stretches, that there be few extents; turned by `turn`."""
+        if not self.equals:
+            return self.owners
+        owners = list(self.owners)
+        for leaf, parts in self.equals.items():
+            owners[leaf] = parts[(leaf * len(parts) // len(owners) + turn) % len(parts)]
+        return tuple(owners)
+
+
+@lru_cache(maxsize=4096)
+def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) -> LeafMap:
+    """The leaves of a cell of `sizes` whose disjoint `parts` (relative to it) cover it.
+
+    Args:
+        leaf_items: Elements of a full leaf.
+    """
+    total = math.prod(sizes)
+    spans = [part.span_in(sizes) for part in parts]
+    owners: list[int] = []
+    pieces: dict[int, tuple[LeafPiece, ...]] = {}
+    equals: dict[int, tuple[int, ...]] = {}
+    for leaf, start in enumerate(range(0, total, leaf_items)):
+        stop = min(start + leaf_items, total)
+        whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
+        if whole is None:
+            found = tuple(
+                LeafPiece(at, common)
+                for band in range_boxes(sizes, start, stop)
+                for at, part in enumerate(parts)
+                if (common := band.intersect(part)) is not None
+            )
+            held = Counter[int]()
+            for piece in found:
+                held[piece.part] += piece.box.num_elements
+            most = max(held.values())
+            largest = tuple(sorted(part for part, count in held.items() if count == most))
+            whole = largest[0]
+            if any(piece.part != whole for piece in found):
+                pieces[leaf] = found
+            if len(largest) > 1:
+                equals[leaf] = largest
+        owners.append(whole)
+    return LeafMap(tuple(owners), pieces, equals)
+
+
+def range_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements `start` to `stop` (C order) of a box of `sizes` as boxes, in their order."""
+    if start < stop:
+        yield from itertools.starmap(Box, runs_of_boxes(sizes, start, stop))

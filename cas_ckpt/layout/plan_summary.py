@@ -2,13 +2,13 @@
 
 Invariant: counted from the templates by whole arrays, each template once with its multiplicity: the cost is that of the
 touches and shares of all templates (tens of thousands for a model of 405B on 1,024 ranks), never that of ranks times
-tensors. The length of `rank_view` is added up for all ranks at once, each item of it measured once, and is exact.
+tensors.
 Estimates say which bandwidths they assume. Knows nothing of packs: how many extents chunks have, the caller looks up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import chain
 from math import prod
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from cas_ckpt.layout.restore_plan import ReadPlan, Template
-from cas_ckpt.objects.digest import pack_canonical
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.rank_runs import runs_of
 
 if TYPE_CHECKING:
     Array: TypeAlias = np.ndarray[Any, Any]
@@ -28,6 +27,9 @@ STORAGE_BYTES_PER_S = 1e9
 
 NETWORK_BYTES_PER_S = 3e9
 """Assumed where nothing is said: what one rank sends, and receives at the same time."""
+
+NUMBER_BYTES = 4
+"""Counted for each number that a rank has to know of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class PlanSummary:
         wanted_bytes: Plain bytes that all ranks together want; replicas count each.
         read_bytes, num_requests: What each rank reads from storage: plain bytes, and chunks.
         sent_bytes, received_bytes: What goes from rank to rank, not counting what a rank keeps.
-        metadata_bytes: What each rank needs to know besides its chunks' ids (`rank_view`).
+        metadata_bytes: What each rank needs to know besides its chunks' ids, at `NUMBER_BYTES` a number.
         num_straddled: Chunks of which a rank wants a part only.
         extents_per_chunk: Mean over the chunks, or None if not looked up; a chunk of one extent is one request.
         storage_bandwidth, network_bandwidth: Bytes per second and rank that the estimates assume.
@@ -140,7 +142,7 @@ class RankTotals:
     Attributes:
         read_bytes, num_requests: What it reads from storage: plain bytes, and chunks.
         sent_bytes, received_bytes: What goes to and comes from other ranks, not counting what it keeps.
-        metadata_bytes: What it has to know besides the ids of its chunks: the length of its `rank_view`.
+        metadata_bytes: What it has to know besides the ids of its chunks, at `NUMBER_BYTES` a number.
         num_straddled: Chunks of which it wants a part, but not all.
     """
 
@@ -184,7 +186,7 @@ class _Counted:
         self.touch_shard = _array(touch.shard for touch in found) + (np.cumsum(num_shards) - num_shards)[template]
         item_bytes = _array(each.item_bytes for each in templates)
         self.touch_bytes = _array(prod(touch.box.sizes) for touch in found) * item_bytes[template]
-        self.box_lengths = _lengths_of_lists([_flat(touch.box) for touch in found])
+        self.box_numbers = _array(2 * len(touch.box.sizes) for touch in found)
         # Shares, by cell and rank.
         shares = [of_cell for each in templates for of_cell in each.shares]
         self.share_cell = _owners(_array(map(len, shares)))
@@ -198,7 +200,7 @@ class _Counted:
         order = np.argsort(seat, kind="stable")
         self.held_seat, self.held_shard = seat[order], shard[order]
         self.held_rank = self.held_seat % self._size if self._size else self.held_seat
-        self.run_lengths = _lengths_of_lists([_runs(ranks) for ranks in held])
+        self.run_numbers = _array(3 * len(runs_of(ranks)) for ranks in held)
         # What a shard has of a cell, all its pieces together; a rank may have several shards, of disjoint elements.
         self.pairs, inverse = np.unique(self.touch_cell * self.num_shards + self.touch_shard, return_inverse=True)
         self.pair_bytes = _sums(inverse, self.touch_bytes, len(self.pairs))
@@ -217,7 +219,7 @@ class _Counted:
             num_requests=_sums(self.share_rank, self.share_count, size),
             sent_bytes=_sums(self.share_rank, sent, size),
             received_bytes=received,
-            metadata_bytes=self._view_lengths(),
+            metadata_bytes=self._metadata_bytes(),
             num_straddled=self._straddled(),
         )
 
@@ -247,36 +249,23 @@ class _Counted:
             found[rank] += self.members[self.cell_template[straddled]].sum()
         return found
 
-    def _view_lengths(self) -> Array:
-        """For each rank, the length of its `rank_view`."""
-        num_cells, templates = len(self.cell_bytes), self._plan.templates
-        num_shares = np.bincount(self.share_cell, minlength=num_cells)
-        share_lengths = _number_lengths(self.share_rank) + _number_lengths(self.share_count)
-        shares_of_cell = _list_lengths(2 * num_shares) + _sums(self.share_cell, share_lengths, num_cells)
-        cell_numbers = _number_lengths(_places(self.cell_template))
-        wants = 1 + cell_numbers[self.touch_cell] + self.box_lengths + shares_of_cell[self.touch_cell]
+    def _metadata_bytes(self) -> Array:
+        """For each rank: its own parts and who reads them, what it reads and who gets that; the keys of all of it."""
+        wants = 1 + self.box_numbers + 2 * np.bincount(self.share_cell, minlength=len(self.cell_bytes))[self.touch_cell]
         wants_of_shard = _sums(self.touch_shard, wants, self.num_shards)
-        num_wants = np.bincount(self.touch_shard, minlength=self.num_shards)
-        touch_lengths = 1 + self.run_lengths[self.touch_shard] + self.box_lengths
-        num_touches = np.bincount(self.touch_cell, minlength=num_cells)
-        receivers = _list_lengths(num_touches) + _sums(self.touch_cell, touch_lengths, num_cells)
-        before = np.cumsum(self.share_count) - self.share_count
-        turn = before - before[np.searchsorted(self.share_cell, self.share_cell)]  # from the first share of the cell
-        reads = 1 + cell_numbers[self.share_cell] + _number_lengths(turn) + _number_lengths(self.share_count)
-        reads += receivers[self.share_cell]
-        # A template is [] for a rank that has no part in it.
-        seats = np.unique(np.concatenate([self.held_seat, self.share_seat]))
-        holder, reader = np.searchsorted(seats, self.held_seat), np.searchsorted(seats, self.share_seat)
-        constant = _array(len(pack_canonical(_constant(self._plan, each))) for each in templates)
-        template, rank = np.divmod(seats, max(self._size, 1))
-        lengths = constant[template] - 1  # heads of lists of 3 and of 5 are alike
-        for at, of_each, counts in (
-            (holder, wants_of_shard[self.held_shard], num_wants[self.held_shard]),
-            (reader, reads, np.ones(len(reads), np.int64)),
-        ):
-            lengths += _sums(at, of_each, len(seats)) + _list_lengths(_sums(at, counts, len(seats)))
-        outside = 1 + _list_lengths(_array([len(templates)])) + len(templates) + _number_lengths(_array([self._size]))
-        return outside + _number_lengths(np.arange(self._size)) + _sums(rank, lengths, self._size)
+        receivers = _sums(self.touch_cell, self.box_numbers + self.run_numbers[self.touch_shard], len(self.cell_bytes))
+        numbers = _sums(self.held_rank, wants_of_shard[self.held_shard], self._size)
+        numbers += _sums(self.share_rank, 3 + receivers[self.share_cell], self._size)
+        names = _array(_names_bytes(self._plan, each) for each in self._plan.templates)
+        template, rank = np.divmod(np.unique(np.concatenate([self.held_seat, self.share_seat])), max(self._size, 1))
+        return NUMBER_BYTES * numbers + _sums(rank, names[template], self._size)
+
+
+def _names_bytes(plan: ReadPlan, template: Template) -> int:
+    """Bytes of the keys and dtypes of its tensors, their shape and cell."""
+    tensors = [plan.requests[tensor] for tensor in template.members]
+    names = sum(len(each.key.encode("utf-8", "surrogatepass")) + len(each.spec.dtype) for each in tensors)
+    return names + NUMBER_BYTES * 2 * len(template.grid.shape)
 
 
 def _array(numbers: Iterable[int]) -> Array:
@@ -288,103 +277,8 @@ def _owners(counts: Array) -> Array:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _places(owners: Array) -> Array:
-    """For each thing, how many things of the same owner are before it; `owners` ascend."""
-    found: Array = np.arange(len(owners)) - np.searchsorted(owners, owners)
-    return found
-
-
 def _sums(at: Array, values: Array, size: int) -> Array:
     """The sum of the `values` at each place below `size`; exact, as `np.bincount` with weights is not."""
     found = np.zeros(size, np.int64)
     np.add.at(found, at, values)
-    return found
-
-
-def _number_lengths(numbers: Array) -> Array:
-    """Bytes of each number (from 0 on) in canonical msgpack."""
-    found: Array = _NUMBER_LENGTHS[np.searchsorted(_NUMBER_BOUNDS, numbers, side="right")]
-    return found
-
-
-_NUMBER_BOUNDS = np.array([1 << 7, 1 << 8, 1 << 16, 1 << 32], np.int64)
-_NUMBER_LENGTHS = np.array([1, 2, 3, 5, 9], np.int64)
-
-
-def _list_lengths(counts: Array) -> Array:
-    """Bytes of the head of a list of so many items."""
-    found: Array = _LIST_LENGTHS[np.searchsorted(_LIST_BOUNDS, counts, side="right")]
-    return found
-
-
-_LIST_BOUNDS = np.array([1 << 4, 1 << 16], np.int64)
-_LIST_LENGTHS = np.array([1, 3, 5], np.int64)
-
-
-def _lengths_of_lists(lists: Sequence[Sequence[int]]) -> Array:
-    """Bytes of each list of numbers."""
-    counts = _array(map(len, lists))
-    return _list_lengths(counts) + _sums(
-        _owners(counts), _number_lengths(_array(chain.from_iterable(lists))), len(lists)
-    )
-
-
-# --- what one rank has to know of a plan ------------------------------------------------------
-
-
-def rank_view(plan: ReadPlan, rank: int) -> bytes:
-    """The part of the plan that `rank` needs, as bytes: the measure of a plan's metadata.
-
-    Enough to read, send and receive without any other part of the plan: per template the tensors (key, dtype),
-    the own pieces cell by cell with who reads them, and for each cell that this rank reads, who gets what.
-    Only the ids of the rank's own chunks are missing. Nothing is sent in this form; ranks compute their plans.
-    `rank_totals` has its length for all ranks.
-    """
-    return pack_canonical([plan.world_size, rank, [_template(plan, each, rank) for each in plan.templates]])
-
-
-def _template(plan: ReadPlan, template: Template, rank: int) -> list[Any]:
-    wants = template.wanted_by(rank)
-    reads = template.runs_of.get(rank, ())
-    if not wants and not reads:
-        return []
-    receivers = [
-        [[_runs(template.shards[touch.shard].ranks), _flat(touch.box)] for touch in template.touches[cell]]
-        for cell, _, _ in reads
-    ]
-    return [
-        *_constant(plan, template),
-        [[cell, _flat(box), [number for share in template.shares[cell] for number in share]] for cell, box in wants],
-        [[*read, each] for read, each in zip(reads, receivers, strict=True)],
-    ]
-
-
-def _constant(plan: ReadPlan, template: Template) -> list[Any]:
-    """Metadata that every rank of this template needs."""
-    tensors = [[_packable(plan.requests[tensor].key), plan.requests[tensor].spec.dtype] for tensor in template.members]
-    return [list(template.grid.shape), list(template.grid.cell), tensors]
-
-
-def _packable(key: str) -> str | bytes:
-    """The key; as bytes, as nodes hold it, if it is not valid Unicode."""
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return key.encode("utf-8", "surrogatepass")
-    return key
-
-
-def _flat(box: Box) -> list[int]:
-    return [*box.offsets, *box.sizes]
-
-
-def _runs(ranks: Sequence[int]) -> list[int]:
-    """Ascending ranks as start, count, step of each evenly spaced run."""
-    found: list[int] = []
-    for rank in ranks:
-        if found and (found[-2] == 1 or rank == found[-3] + found[-2] * found[-1]):
-            found[-1] = rank - found[-3] if found[-2] == 1 else found[-1]
-            found[-2] += 1
-        else:
-            found += [rank, 1, 1]
     return found

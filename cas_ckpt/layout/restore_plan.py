@@ -21,8 +21,7 @@ from itertools import accumulate, combinations, pairwise
 
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
-from cas_ckpt.layout.grid import Touch, touches
-from cas_ckpt.layout.holdings import Shard
+from cas_ckpt.layout.holdings import Shard, Touch, touches
 from cas_ckpt.objects.spec import Box, Delivery, Grid, Spec, grid_for
 
 
@@ -38,7 +37,7 @@ class Template:
         item_bytes: Of one element.
         shards: Who wants what of each.
         members: Numbers of the tensors, ascending.
-        touches: By cell, what the shards have of it (layout/grid.py).
+        touches: By cell, what the shards have of it (layout/holdings.py).
         shares: By cell, (rank, how many of the members' chunks it reads); empty where no rank wants it.
     """
 

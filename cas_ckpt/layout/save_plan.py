@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign
-from cas_ckpt.layout.grid import LeafMap, LeafPiece, Touch, leaf_map, touches
-from cas_ckpt.layout.holdings import Shard
+from cas_ckpt.layout.holdings import LeafMap, LeafPiece, Shard, Touch, leaf_map, touches
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
 BATCH_BYTES = 16 * 1024 * 1024

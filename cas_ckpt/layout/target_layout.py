@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
-from cas_ckpt.layout.holdings import Shard, holdings
+from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, holdings
 from cas_ckpt.layout.restore_plan import region
-from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
+from cas_ckpt.objects.digest import Digest, object_id, pack_canonical
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, mesh_text, parse_split
-
-PLANNER_VERSION = 2
-"""Raised when equal layouts would be planned otherwise than before, so that kept plans are not taken."""
 
 MAX_RANKS = 1 << 20
 
@@ -133,36 +130,6 @@ def layout_of(target: str | int | TargetLayout, shapes: Mapping[str, Sequence[st
     if isinstance(target, TargetLayout):
         return target
     return parse_layout(f"dp={target:d}" if isinstance(target, int) else target, shapes)
-
-
-def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
-    """Digest of which ranks want which elements; independent of order and notation.
-
-    Names of dimensions, keys and ways to write a placement are not part of it: FSDP over 8 ranks, and a mesh `dp=8`
-    that somebody plans for, want the same. Nor are further keys of one and the same tensor.
-
-    Args:
-        wanted: Id of what is stored, and who wants what of it. Cost: distinct objects `shards`, and one step for each.
-    """
-    names: dict[int, bytes] = {}
-    found = set()
-    for digest, shards in wanted:
-        name = names.get(id(shards))
-        if name is None:
-            name = names[id(shards)] = _shards_id(shards)
-        found.add(digest + name)
-    head = pack_canonical([PLANNER_VERSION, world_size])
-    return object_id("restore wants", head + b"".join(sorted(found)))
-
-
-def _shards_id(shards: Iterable[Shard]) -> Digest:
-    """Digest of the shards, independent of order; ranks that hold the same pieces may be one shard or several."""
-    ranks_of: dict[tuple[tuple[int, ...], ...], set[int]] = {}
-    for shard in shards:
-        pieces = tuple(sorted((*piece.offsets, *piece.sizes) for piece in shard.pieces))
-        ranks_of.setdefault(pieces, set()).update(shard.ranks)
-    rows = [[list(map(list, pieces)), sorted(ranks)] for pieces, ranks in sorted(ranks_of.items())]
-    return leaf_digest(pack_atom(rows))
 
 
 def check_splits(key: str, spec: Spec, splits: Sequence[Split]) -> None:

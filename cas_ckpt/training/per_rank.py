@@ -216,8 +216,3 @@ class PerRank:
             self.value.load_state_dict(state_dict["value"])
         else:
             self.value = state_dict["value"]
-
-
-def ranks_container(rank: int, item: Item, world_size: int) -> Container:
-    """The contribution of one rank to a per-rank value."""
-    return Container(RANKS, {rank: item}, {WORLD_SIZE: world_size})

@@ -142,7 +142,7 @@ class GroupPeers:
         self._connections = Rendezvous(store, self._reports, self.rank, self.size, timeout_s=self._timeout_s).connect()
 
     def begin(self) -> None:
-        """See `Peers.begin`.
+        """Begin a common work, as `Peers.begin` says: after one that broke the connections, all ranks connect anew.
 
         Raises:
             PeerError, StorageError: As for making the group.

@@ -65,11 +65,10 @@ from cas_ckpt.parallel.workers import default_threads, thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.capture.sharded import ShardElements
+from cas_ckpt.training.capture.sharded import ShardElements, world_rank
 from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS, ArrayView, HostTensor, overlaps_itself
-from cas_ckpt.training.restore.draft import SHOWN, overlaps_self
+from cas_ckpt.training.restore.draft import SHOWN, Memory, memory_of_array, memory_of_tensor, overlapping, overlaps_self
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
-from cas_ckpt.training.restore.memory import Memory, memory_of_array, memory_of_tensor, overlapping
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.scatter import partly_written
@@ -79,7 +78,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckoutReport(Brief):
-    """What a checkout did.
+    """The commit that a checkout restored, and the keys that it left out.
 
     Attributes:
         commit: The commit that the state holds now.
@@ -128,7 +127,7 @@ def captured(state: Mapping[str, Any], request: CommitRequest, peers: Peers) -> 
     with python_gc_paused():
         tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
         _warn_of_overlaps(tree)
-    numbers = numbers_of(peers) if hasattr(peers, "members") else None
+    numbers = numbers_of(peers)
     if numbers is not None:
         tree = with_tensors(tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path)))
     return tree, request
@@ -234,7 +233,7 @@ def _restore(
             refuse_unexpected(unexpected)
     if not strict and (plan.missing or unexpected):
         refuse_nothing_in_common(tree, unexpected)
-    numbers = numbers_of(peers) if hasattr(peers, "members") else None
+    numbers = numbers_of(peers)
     if numbers is not None:
         copies = tuple(replace(copy, placement=_placement(copy.placement, numbers, copy.path)) for copy in copies)
     note.copies, note.complete = copies, note.complete and not unexpected
@@ -298,7 +297,8 @@ def load_state(
         )
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     root = Digest(row.root)
-    with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note:
+    # By the number in the job: a load by each of a thousand ranks is in the log once.
+    with logged(handle, row, verb=LOAD, complete=keys is None, rank=max(world_rank(), 0)) as note:
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)
@@ -310,12 +310,6 @@ def load_state(
             tree = with_values(handle, tree, allow_pickle=allow_pickle)
             loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, layout=layout_of(handle, row))
     return loaded
-
-
-def _rank_in_world() -> int:
-    """This process's number in the job, so that a load by each of a thousand ranks is in the log once."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _device(given: Any) -> torch.device:
@@ -418,18 +412,17 @@ def _placement(placement: Placement | None, numbers: Mapping[int, int], path: Pa
 def _warn_of_overlaps(tree: Container) -> None:
     """Log a warning, once in a process for the same keys, of tensors in a captured `tree` that overlap in memory."""
     found = list(_storages(tree))
-    addresses = [address for address, _, _ in found]
-    if len(set(addresses)) == len(found):
+    counts = Counter(address for address, _, _ in found)
+    if len(counts) == len(found):
         return
-    counts = Counter(addresses)
     # One of each that is tied: those are one tensor.
     shared = {item.identity and item.identity[0]: (source, item) for at, source, item in found if counts[at] > 1}
-    placed = [(memory, item) for source, item in shared.values() for memory in _memory(source)]
+    item_of = {id(memory): (memory, item) for source, item in shared.values() for memory in _memory(source)}
     marked = set()
-    for pair in overlapping([memory for memory, _ in placed]):
-        (memory, item), (other_memory, other) = (placed[at] for at in pair)
-        if item.spec != other.spec or not memory.is_same(other_memory):
-            marked |= {id(item), id(other)}
+    for pair in overlapping([memory for memory, _ in item_of.values()]):
+        (one, item), (other, other_item) = (item_of[id(each)] for each in pair)
+        if item.spec != other_item.spec or one.same() != other.same():
+            marked |= {id(item), id(other_item)}
     if marked:
         _warn(tuple(sorted(render_key(path) for path, item in walk(tree) if id(item) in marked)))
 
@@ -452,12 +445,12 @@ def _storages(tree: Container) -> Iterator[tuple[int, Any, TensorItem]]:
                     yield part.tensor.untyped_storage().data_ptr(), part, item
 
 
-def _memory(source: Any) -> tuple[Memory, ...]:
+def _memory(source: Any) -> list[Memory]:
     """Where it is, unless it overlaps itself: then a checkout does not fill it."""
     if isinstance(source, ArrayView):
         bits = source.bits
-        return () if overlaps_itself(bits.shape, bits.strides, bits.itemsize) else memory_of_array(bits)
-    return () if overlaps_self(source.tensor) else memory_of_tensor(source.tensor)
+        return [] if overlaps_itself(bits.shape, bits.strides, bits.itemsize) else memory_of_array(bits, ())
+    return [] if overlaps_self(source.tensor) else memory_of_tensor(source.tensor, ())
 
 
 @lru_cache(maxsize=64)

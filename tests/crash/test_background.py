@@ -166,8 +166,8 @@ def test_the_interpreter_ends_after_what_is_pending_and_says_so(path: Path) -> N
 @pytest.mark.slow
 def test_what_is_not_made_before_the_interpreter_ends_is_named(path: Path) -> None:
     done = run(path, """
-        from cas_ckpt.training.background import queue
-        queue.EXIT_TIMEOUT_S = 0.5
+        from cas_ckpt.training.background import pending
+        pending.EXIT_TIMEOUT_S = 0.5
         other.submit(repo._committing.acquire).result()  # so that it never gets its turn
         repo.commit_async(state, step=2)
     """)  # fmt: skip

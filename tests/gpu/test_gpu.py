@@ -18,7 +18,7 @@ import torch
 from cas_ckpt import InvalidInputError, Repository
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Grid
-from cas_ckpt.training.device import trust
+from cas_ckpt.training.device import hasher as module
 from cas_ckpt.training.device.hasher import Hasher
 from tests.training.device.hashing import answers, dtypes, expected, random_bytes, random_tensor, request
 from tests.training.device.paths import counted_reads, counted_waits, same_bits
@@ -104,7 +104,7 @@ def test_the_same_state_has_the_same_id_on_the_device_and_comes_back(repo: Repos
 
 
 def test_an_unchanged_state_is_not_read(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+    monkeypatch.setattr(module, "AUDIT_SHARE", 0)
     made = {"x": random_tensor(torch.float32, 8192, 4096).to(gpu())}
     for _ in range(2):
         repo.commit(made)

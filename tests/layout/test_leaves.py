@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.layout.grid import leaf_map, range_boxes
+from cas_ckpt.layout.holdings import leaf_map, range_boxes
 from cas_ckpt.objects.spec import Box
 
 sizes_strategy = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.layout.grid import touches
-from cas_ckpt.layout.holdings import Shard, holdings
+from cas_ckpt.layout.holdings import Shard, holdings, touches
 from cas_ckpt.objects.spec import Box, Grid, Mesh, MeshPlacement, Spec, Split, grid_for
 
 

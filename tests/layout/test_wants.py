@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.layout import target_layout
-from cas_ckpt.layout.holdings import Shard, holdings, whole
+from cas_ckpt.layout import holdings as module
+from cas_ckpt.layout.holdings import Shard, holdings, wants_id, whole
 from cas_ckpt.layout.restore_plan import RestoreRequest
-from cas_ckpt.layout.target_layout import wants_id
 from cas_ckpt.objects.digest import Digest, leaf_digest
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Split
 from tests.layout.drawing import wants
@@ -62,7 +61,7 @@ def test_whoever_wants_something_else_has_another_name() -> None:
 def test_another_planner_gives_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [(node("w"), whole((8,), [0]))]
     before = wants_id(wanted, 1)
-    monkeypatch.setattr(target_layout, "PLANNER_VERSION", 10_000)
+    monkeypatch.setattr(module, "PLANNER_VERSION", 10_000)
     assert wants_id(wanted, 1) != before
 
 

@@ -252,9 +252,7 @@ def fetch_tensors(
             if not isinstance(store, CachedReads) or not store.distrust():
                 raise
         store, chunks = handle.store, _planned_chunks(handle, copies)  # what this host had kept was wrong
-    for copy in copies:
-        if copy.stored.node is None:
-            _fill_inline(copy, [copy.box or copy.stored.spec.box])
+    _fill_inline(copies)
     return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
 
 
@@ -329,18 +327,23 @@ def _chunk(chunks: dict[Digest, StoredChunk], key: str, digest: Digest, num_byte
     return chunk
 
 
-def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
-    """Fill boxes of a tensor whose bytes are in its tree node."""
-    fill, data = getattr(copy.target, "fill", None), copy.stored.inline
-    if fill is not None and data is not None and copy.box is None and copy.placement is None and fill(data):
-        return
-    elements = inline_array(copy.stored)
-    for box in boxes:
-        place = box if copy.box is None else box.relative_to(copy.box)
-        array = copy.target.open(place)
-        target = array if array.dtype == elements.dtype else array.view(elements.dtype)
-        target[...] = elements if box.sizes == elements.shape else elements[box.slices]
-        copy.target.done(place, array)
+def _fill_inline(copies: Sequence[TensorCopy], rank: int = 0) -> None:
+    """Fill the targets whose bytes are in tree nodes; those that are divided with the part of `rank`."""
+    for copy in copies:
+        stored, placement = copy.stored, copy.placement
+        if stored.node is not None:
+            continue
+        fill, data = getattr(copy.target, "fill", None), stored.inline
+        if fill is not None and data is not None and copy.box is None and placement is None and fill(data):
+            continue
+        elements, spec = inline_array(stored), stored.spec
+        held = [(copy.box or spec.box, ())] if placement is None else held_by(rank, spec.shape, placement)
+        for box, _ in held:
+            place = box if copy.box is None else box.relative_to(copy.box)
+            array = copy.target.open(place)
+            target = array if array.dtype == elements.dtype else array.view(elements.dtype)
+            target[...] = elements if box.sizes == elements.shape else elements[box.slices]
+            copy.target.done(place, array)
 
 
 def with_values(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool = False) -> Container:
@@ -453,7 +456,7 @@ def fetch_on_ranks(
     chunks, cells, incoming = _plan_shared(handle, copies, peers, on_planned)
     verify_and_scatter(
         handle.store, chunks, cells, incoming,
-        fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
+        fill_rest=lambda: _fill_inline(copies, peers.rank),
         peers=peers, progress=progress, relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
     return sum(chunk.num_bytes for chunk in chunks)
@@ -520,15 +523,6 @@ def _check_own(plan: ReadPlan, rank: int, cells: Sequence[CellRead], incoming: S
         planned += own * cell.tensor.item_bytes
     if planned != wanted:
         raise InternalError(f"the plan brings {planned} bytes to rank {rank} of {plan.world_size}, not {wanted}")
-
-
-def _fill_shared_inline(copies: Sequence[TensorCopy], rank: int) -> None:
-    """Fill the own parts of the tensors whose bytes are in their tree nodes."""
-    for copy in copies:
-        if copy.stored.inline is not None and copy.stored.node is None:
-            spec, placement = copy.stored.spec, copy.placement
-            boxes = [spec.box] if placement is None else [box for box, _ in held_by(rank, spec.shape, placement)]
-            _fill_inline(copy, boxes)
 
 
 # --- restore requests: what the ranks want together -----------------------------------------

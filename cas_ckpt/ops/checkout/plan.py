@@ -19,7 +19,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from cas_ckpt import clock
@@ -30,7 +30,7 @@ from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, restores, usage
 from cas_ckpt.index.restores import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
-from cas_ckpt.layout.holdings import whole
+from cas_ckpt.layout.holdings import PLANNER_VERSION, wants_id, whole
 from cas_ckpt.layout.plan_summary import (
     NETWORK_BYTES_PER_S,
     STORAGE_BYTES_PER_S,
@@ -41,7 +41,7 @@ from cas_ckpt.layout.plan_summary import (
     summarize,
 )
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.layout.target_layout import MAX_RANKS, PLANNER_VERSION, TargetLayout, check_splits, wants_id
+from cas_ckpt.layout.target_layout import MAX_RANKS, TargetLayout, check_splits
 from cas_ckpt.memory import python_gc_paused
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import compile_pattern
@@ -264,9 +264,8 @@ def _keep(
     """Keep a new plan in the index; False: that cannot be done now, so it is made again when it is asked for again."""
     node_of = {each.key: each.node for each in tensors}
     wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
-    row = plan_row(root, target.digest, wants, made.report)
     try:
-        handle.index.write_soon(restores.write_plan, row, made.totals.rows(), shape_rows(made.report))
+        keep_plan(handle, root, target.digest, wants, made.report, made.totals)
     except CkptError as error:
         _LOGGER.warning("the plan is not kept: %s", error)
         return False
@@ -363,16 +362,15 @@ def shapes_of(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[Plan
 # --- the report as rows of the index, and as JSON --------------------------------------------
 
 
-def plan_row(root: bytes, target: bytes, wants: bytes, report: PlanReport) -> PlanRow:
-    """The row of a report in the index."""
+def keep_plan(
+    handle: RepositoryHandle, root: Digest, target: Digest, wants: Digest, report: PlanReport, totals: RankTotals
+) -> None:
+    """Write a plan into the index, under the digest of its target and of who wants what."""
     counts = {name: getattr(report.summary, name) for name in _COUNTS}
     made_us = int(clock.now_s() * 1e6)
-    return PlanRow(root, target, wants, PLANNER_VERSION, report.mesh, report.rules, **counts, made_us=made_us)
-
-
-def shape_rows(report: PlanReport) -> list[ShapeRow]:
-    """The rows of its shapes in the index."""
-    return [ShapeRow(**{each.name: getattr(shape, each.name) for each in fields(shape)}) for shape in report.shapes]
+    row = PlanRow(root, target, wants, PLANNER_VERSION, report.mesh, report.rules, **counts, made_us=made_us)
+    shapes = [ShapeRow(**asdict(shape)) for shape in report.shapes]
+    handle.index.write_soon(restores.write_plan, row, totals.rows(), shapes)
 
 
 def report_of(kept: KeptPlan) -> PlanReport:

@@ -28,14 +28,13 @@ from cas_ckpt.core.tree import stored_tensors
 from cas_ckpt.index import restores
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.layout.holdings import Shard, whole
+from cas_ckpt.layout.holdings import Shard, wants_id, whole
 from cas_ckpt.layout.plan_summary import rank_totals, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan
-from cas_ckpt.layout.target_layout import wants_id
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import MeshPlacement, mesh_text
 from cas_ckpt.objects.state import Container, StoredTensor, TensorCopy, render_key
-from cas_ckpt.ops.checkout.plan import PlanReport, plan_row, report_of, shape_rows, shapes_of
+from cas_ckpt.ops.checkout.plan import PlanReport, keep_plan, report_of, shapes_of
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -218,6 +217,4 @@ def _keep_plan(handle: RepositoryHandle, note: RestoreNote, root: Digest, wants:
     totals = rank_totals(plan)
     shapes = shapes_of(plan, [splits_of.get(request.key, ()) if mesh else () for request in plan.requests])
     report = PlanReport(root.hex(), mesh, {}, summarize(plan, totals), shapes)
-    handle.index.write_soon(
-        restores.write_plan, plan_row(root, wants, wants, report), totals.rows(), shape_rows(report)
-    )
+    keep_plan(handle, root, wants, wants, report, totals)

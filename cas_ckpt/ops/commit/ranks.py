@@ -33,8 +33,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import GenerationMoved
 from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
-from cas_ckpt.layout.grid import range_boxes, touches
-from cas_ckpt.layout.holdings import Shard, held_by, one_replica, whole
+from cas_ckpt.layout.holdings import Shard, held_by, one_replica, range_boxes, touches, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.layouts import compose_layout

@@ -24,7 +24,7 @@ import numpy as np
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InternalError
-from cas_ckpt.layout.grid import range_boxes
+from cas_ckpt.layout.holdings import range_boxes
 from cas_ckpt.layout.save_plan import SavePlan, StraddlingCell
 from cas_ckpt.memory import aligned
 from cas_ckpt.objects import codec

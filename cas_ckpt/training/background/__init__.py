@@ -3,15 +3,13 @@
     1. commits.py: a call of `commit_async` captures the state, stages it, and submits a commit of what is staged;
        `BackgroundCommits` is what one open repository has of this
     2. staged.py: `Snapshot`, the captured tree with sources that are staged; memory from transfer/staging.py
-    3. queue.py: one thread a repository makes the commits, in the order of the calls; the interpreter's end waits
-    4. pending.py: `PendingCommit`, which the caller gets
+    3. pending.py: `PendingCommit`, which the caller gets, and the queue: one thread a repository makes the commits, in
+       the order of the calls; the interpreter's end waits
 
 With `snapshot="lazy"` a thread goes on staging after the call:
 
-    lazy.py             what is staged now, what later, and the thread
-    trained_memory.py   what of a state only optimizers change
-    step_hook.py        every step of an optimizer waits for the thread
-    changes.py          changes that no hook sees
+    lazy.py      what is staged now, what later, and the thread; every step of an optimizer waits for it
+    changes.py   what of a state only optimizers change, and changes that no hook sees
 
 Where more ways plug in:
 
@@ -26,7 +24,7 @@ Where more ways plug in:
   tensor is, and `Snapshot.arenas` has the files. What is not staged (`live`) can only be read in this process.
 - **How memory is made and copied**: transfer/staging.py (`prepare=`, `dismiss=`, `copy_into`).
 
-- **What is not copied**: `StagedTensor.leave_out`, before anything is staged; training/device/unchanged.py does that
+- **What is not copied**: `StagedTensor.leave_out`, before anything is staged; `leave_out` in commits.py does that
   for tensors on a GPU, whose digests it has.
 
 Invariant: a commit is the state at the moment of the call, or fails; a failure reaches somebody. Must not know the

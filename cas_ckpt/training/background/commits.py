@@ -17,17 +17,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.held_signals import Turn
 from cas_ckpt.memory import available_bytes, inheriting, python_gc_paused
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, chunk_id
+from cas_ckpt.objects.nodes import INLINE_BYTES
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import TensorItem
+from cas_ckpt.objects.spec import Box, grid_for
+from cas_ckpt.objects.state import CellsToName, LeafHasher, TensorItem
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -37,11 +38,9 @@ from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors
 from cas_ckpt.parallel.workers import core_of_main_thread, leave_core, thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.background.lazy import stage_later
-from cas_ckpt.training.background.pending import PendingCommit
-from cas_ckpt.training.background.queue import CommitQueue
-from cas_ckpt.training.background.staged import IsKnown, Snapshot
+from cas_ckpt.training.background.pending import CommitQueue, PendingCommit
+from cas_ckpt.training.background.staged import IsKnown, Snapshot, StagedTensor
 from cas_ckpt.training.device.copies import pin, unpin
-from cas_ckpt.training.device.unchanged import leave_out
 from cas_ckpt.training.verbs import captured
 from cas_ckpt.transfer.staging import Arena, StagingPool
 
@@ -187,18 +186,17 @@ class BackgroundCommits:
         if self._worker is not None:
             self._worker.forget(arena)
 
-    def make(
-        self, snapshot: Snapshot, request: CommitRequest, peers: Peers, worker: CommitWorker | None, **rest: Any
-    ) -> CommitInfo:
+    def make(self, job: _Commit) -> CommitInfo:
         """Make the commit, in this thread or in the worker process."""
-        with self._turn(), collective_errors(peers):
-            if worker is None:
-                # The last look: on every rank when all is saved, and before the swap.
-                looked_at = replace(request, look=snapshot.check, announce=lambda _: snapshot.check())
-                return commit_live(self._handle, snapshot.tree, looked_at, peers=peers, **rest)
-            return worker.commit(
-                snapshot.tree, request, arenas=snapshot.arenas, peers=peers, check=snapshot.check, **rest
-            )  # fmt: skip
+        check = job.snapshot.check
+        rest: dict[str, Any] = {"memory": job.memory, "progress": job.progress, "peers": job.peers}
+        with self._turn(), collective_errors(job.peers):
+            if job.worker is not None:
+                arenas = job.snapshot.arenas
+                return job.worker.commit(job.snapshot.tree, job.request, arenas=arenas, check=check, **rest)
+            # The last look: on every rank when all is saved, and before the swap.
+            looked_at = replace(job.request, look=check, announce=lambda _: check())
+            return commit_live(self._handle, job.snapshot.tree, looked_at, **rest)
 
     def finish(self) -> None:
         """Wait for what is pending while an error is on its way; nothing is raised of it."""
@@ -213,28 +211,35 @@ class BackgroundCommits:
             self._pool.close()
 
 
+@dataclass
 class _Commit:
-    """One commit in the background."""
+    """One commit in the background.
 
-    def __init__(
-        self, commits: BackgroundCommits, snapshot: Snapshot, request: CommitRequest, peers: Peers,
-        memory: FrozenMemory | None, progress: Progress, on_made: Callable[[], object] | None,
-        worker: CommitWorker | None, after: Sequence[InFlight],
-    ) -> None:  # fmt: skip
-        self._worker, self._after = worker, after
-        self._commits, self._snapshot, self._request, self._peers = commits, snapshot, request, peers
-        self._memory, self._progress, self._on_made = memory, progress, on_made
-        self.may_begin = threading.Event()
-        self.named: frozenset[Digest] = frozenset()
+    Attributes:
+        may_begin: Set when what it reads is staged, or may be read where it is.
+        named: Ids of the cells of its tensors on devices.
+    """
+
+    commits: BackgroundCommits
+    snapshot: Snapshot
+    request: CommitRequest
+    peers: Peers
+    memory: FrozenMemory | None
+    progress: Progress
+    on_made: Callable[[], object] | None
+    worker: CommitWorker | None
+    after: Sequence[InFlight]
+    may_begin: threading.Event = field(default_factory=threading.Event)
+    named: frozenset[Digest] = frozenset()
 
     @property
     def reads_cells_alone(self) -> bool:
         """Whether the commit looks at nothing but at cells whose chunks are not stored."""
-        return self._peers.size == 1 and self._request.frozen is None and not self._request.frozen_keys
+        return self.peers.size == 1 and self.request.frozen is None and not self.request.frozen_keys
 
     def fail_with(self, error: BaseException) -> None:
         """The call raises `error`: the commit is not made, and the other ranks hear why."""
-        self._snapshot.abort(error)
+        self.snapshot.abort(error)
         self.may_begin.set()
 
     def run(self) -> CommitInfo:
@@ -242,22 +247,20 @@ class _Commit:
         try:
             self.may_begin.wait()
             leave_core(core_of_main_thread(), pid=os.getpid())
-            for each in self._after:
+            for each in self.after:
                 each.wait()
-            self._after = ()
-            stored, self._commits.stored = self.named, frozenset()
-            if self._snapshot.error is not None:
-                with collective_errors(self._peers):
-                    raise self._snapshot.error
-            made = self._commits.make(
-                self._snapshot, self._request, self._peers, self._worker, memory=self._memory, progress=self._progress
-            )
-            self._commits.stored = stored
-            if self._on_made is not None:
-                self._on_made()
+            self.after = ()
+            stored, self.commits.stored = self.named, frozenset()
+            if self.snapshot.error is not None:
+                with collective_errors(self.peers):
+                    raise self.snapshot.error
+            made = self.commits.make(self)
+            self.commits.stored = stored
+            if self.on_made is not None:
+                self.on_made()
             return made
         finally:
-            self._snapshot.release()
+            self.snapshot.release()
 
 
 def _failing(error: BaseException, peers: Peers) -> Callable[[], CommitInfo]:
@@ -301,3 +304,46 @@ def _described(request: CommitRequest) -> str:
     step = "" if request.step is None else f" of step {request.step}"
     place = f", called at {request.called_at}" if request.called_at else ""
     return f"the commit{step}{place}"
+
+
+# --- what the last commit has stored ----------------------------------------------------------
+# Every cell of the tensors on devices is hashed there, at the call (training/device/hasher.py); nothing is left out on
+# account of addresses or version counters. The commit has the digests of all cells and asks the index once more: a
+# chunk that was collected meanwhile makes it fail, for its bytes were not kept.
+
+
+def leave_out(tensors: Sequence[StagedTensor], stored: frozenset[Digest]) -> frozenset[Digest]:
+    """Let the tensors that can be hashed on their device be staged but for the cells whose ids are in `stored`.
+
+    Only whole tensors of one rank. Returns the ids of all cells of those tensors: what is stored once they are.
+    """
+    waiting: dict[int, list[StagedTensor]] = {}
+    hashers: dict[int, LeafHasher] = {}
+    for each in tensors:
+        offer = getattr(each.live, "leaf_hasher", None)
+        hasher = None if offer is None or each.num_bytes <= INLINE_BYTES else offer()
+        if hasher is not None and each.boxes == (each.spec.box,):
+            hashers[id(hasher)] = hasher
+            waiting.setdefault(id(hasher), []).append(each)
+    found: set[Digest] = set()
+    for key, hasher in hashers.items():
+        found.update(_leave_out(waiting[key], hasher, stored))
+    return frozenset(found)
+
+
+def _leave_out(tensors: Sequence[StagedTensor], hasher: LeafHasher, stored: frozenset[Digest]) -> list[Digest]:
+    wanted = []
+    for each in tensors:
+        grid = grid_for(each.spec)
+        wanted.append(CellsToName(each.live, grid, range(grid.num_cells), each.item_bytes))
+    answer = hasher.cell_digests(wanted)
+    ids: list[Digest] = []
+    for each, asked, digests in zip(tensors, wanted, answer or (), strict=answer is not None):
+        boxes = []
+        for number, joined in enumerate(digests):
+            digest = chunk_id(asked.grid.cell_elements(number) * each.item_bytes, joined)
+            ids.append(digest)
+            if digest not in stored:
+                boxes.append(asked.grid.box(number))
+        each.leave_out(tuple(boxes), tuple(digests))
+    return ids

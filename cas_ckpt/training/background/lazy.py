@@ -4,29 +4,37 @@
     2. Parameters and optimizer state are watched (changes.py), and read from then on through tensors of our own, which
        keep the memory of the call whatever becomes of the live ones.
     3. One thread stages them, from the front; if not all fits, the commit saves them from the front meanwhile.
-    4. The hook before every step of every optimizer (step_hook.py) waits until all is staged or saved.
+    4. From `hold_steps` to `let_steps` every step of every optimizer of this process waits until all is staged or
+       saved. The hook for that is registered at the first use and stays: torch walks through its hooks without a lock,
+       so taking one away while another thread steps would break that step.
 
 Invariant: what is staged is what was there at the call; a change that torch counts breaks the snapshot with
-StateChangedError, which the commit raises. Memory of the pool is written by nobody after the commit has ended.
+StateChangedError, which the commit raises. Memory of the pool is written by nobody after the commit has ended. The hook
+raises nothing of ours: a commit that fails is reported by the commit, and the step is made. (What is raised into the
+waiting thread, such as KeyboardInterrupt, passes, and the step is not made.)
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cas_ckpt.objects.nodes import INLINE_BYTES
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.parallel.workers import Background
+from cas_ckpt.training.background.changes import TrainedMemory
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
-from cas_ckpt.training.background.step_hook import hold_steps, let_steps
-from cas_ckpt.training.background.trained_memory import TrainedMemory
 from cas_ckpt.training.capture.sharded import ShardElements
 from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 PORTION_BYTES = 32 << 20
 """Bytes staged at a time: after each, changes, cancellation and failure are checked."""
@@ -170,3 +178,47 @@ def _kept(source: Any) -> tuple[ArraySource, list[torch.Tensor]]:
         return replace(source, locals=tuple(kept)), [local.tensor for local in kept]
     tensor = source.tensor.detach()
     return replace(source, tensor=tensor), [tensor]
+
+
+# ------------------------------------------------------------ steps of optimizers
+
+Wait: TypeAlias = Callable[[], None]
+"""Returns when an optimizer may change its parameters and its state; called in the thread that steps."""
+
+_held: dict[Wait, None] = {}
+_registering = threading.Lock()
+_is_registered = False
+
+
+def hold_steps(wait: Wait) -> None:
+    """Have `wait` called before every step, until `let_steps`. From any thread."""
+    global _is_registered
+    _held[wait] = None
+    with _registering:
+        if not _is_registered:
+            register_optimizer_step_pre_hook(_before_step)
+            _is_registered = True
+
+
+def let_steps(wait: Wait) -> None:
+    """Have `wait` called no more. From any thread, idempotent."""
+    _held.pop(wait, None)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _held:
+        for wait in list(_held):
+            try:
+                wait()
+            except Exception:
+                _LOGGER.exception("waiting for a commit before a step of an optimizer failed: the step is made")
+
+
+def _forget() -> None:
+    """In a forked child: the threads that would end the waiting are not there, and its memory is its own."""
+    global _registering
+    _held.clear()
+    _registering = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -105,7 +105,7 @@ class StagedTensor:
         return self._live is None
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`.
+        """The elements of `box`: of the live memory until they are staged, valid until this thread reads again.
 
         Raises:
             Whatever broke the snapshot. ConflictError: it is read once more after it was saved from live memory.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, shown_value
-from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem, render_key
+from cas_ckpt.objects.state import ORDER, RANKS, WORLD_SIZE, Container, Item, Name, Path, ValueItem, render_key
 from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.objects.values import register_value_type
 from cas_ckpt.training.capture.composites import check_indices, decompose
@@ -42,8 +42,8 @@ from cas_ckpt.training.capture.tensors import (
     tensor_item,
     wait_for_devices,
 )
-from cas_ckpt.training.device.trust import hasher_of
-from cas_ckpt.training.per_rank import PerRank, RNGState, generator_item, ranks_container
+from cas_ckpt.training.device.hasher import HASHERS
+from cas_ckpt.training.per_rank import PerRank, RNGState, generator_item
 from cas_ckpt.training.stateful import NamedModule, Names, is_module_state, is_stateful, module_versions
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def capture_state(
     root = Container("dict", capture.children(state, state.items(), ()), versions=module_versions(state))
     if capture.devices:
         wait_for_devices(capture.devices)
-    if capture.devices or hasher_of(HOST) is not None:
+    if capture.devices or HASHERS.get(HOST) is not None:
         bring_small_together(root)
     return root
 
@@ -186,7 +186,8 @@ class _Capture:
                 item = self.item(own, path)
             else:
                 self.in_per_rank = True
-                item = ranks_container(self.rank, self.item(own, (*path, self.rank)), self.world_size)
+                mine = self.item(own, (*path, self.rank))
+                item = Container(RANKS, {self.rank: mine}, {WORLD_SIZE: self.world_size})
                 self.in_per_rank = False
         else:
             adapter = self.names.adapt(value)

@@ -18,9 +18,12 @@ from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
+    PACKED,
+    QUANTIZED_MEMORY,
     SPARSE_LAYOUTS,
     elements_of,
     needed_bytes,
+    part_dtype,
     refusal,
     storage_bytes,
     tensor_item,
@@ -38,9 +41,7 @@ _CHANNEL_DTYPES = {
     "per_channel_affine": (torch.float64, torch.int64),
     "per_channel_affine_float_qparams": (torch.float32, torch.float32),
 }
-_QUANTIZED_MEMORY = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
-_PACKED = ("quint4x2", "quint2x4")
-PACKED_DTYPES = frozenset(torch_dtype(name) for name in _PACKED)
+PACKED_DTYPES = frozenset(map(torch_dtype, PACKED))
 """Dtypes with several elements in a byte."""
 
 
@@ -52,16 +53,19 @@ def decompose(tensor: torch.Tensor, *, key: str) -> Container:
     """
     if tensor.is_quantized:
         return _quantized_parts(tensor, key)
+    attrs, parts = _sparse_parts(tensor)
+    return Container(_KINDS[tensor.layout], {name: tensor_item(part) for name, part in parts.items()}, attrs)
+
+
+def _sparse_parts(tensor: torch.Tensor) -> tuple[dict[str, Any], dict[Name, torch.Tensor]]:
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         indices, values = sparse_parts(tensor)
-        parts = {"indices": indices, "values": values}
         attrs = {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()}
-    else:
-        compressed, plain = compressed_indices(tensor)
-        parts = {"compressed_indices": compressed, "plain_indices": plain, "values": tensor.values()}
-        attrs = {"shape": tuple(tensor.shape)}
-    return Container(_KINDS[tensor.layout], {name: tensor_item(part) for name, part in parts.items()}, attrs)
+        return attrs, {"indices": indices, "values": values}
+    compressed, plain = compressed_indices(tensor)
+    parts: dict[Name, torch.Tensor] = {"compressed_indices": compressed, "plain_indices": plain}
+    return {"shape": tuple(tensor.shape)}, {**parts, "values": tensor.values()}
 
 
 def check_indices(tensor: torch.Tensor, path: Path) -> None:
@@ -72,17 +76,8 @@ def check_indices(tensor: torch.Tensor, path: Path) -> None:
     """
     if tensor.is_quantized:
         return
-    tensor = tensor.detach()
     try:
-        if tensor.layout == torch.sparse_coo:
-            indices, values = sparse_parts(tensor)
-            attrs: dict[str, Any] = {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()}
-            _sparse("sparse_coo", attrs, {"indices": indices, "values": values})
-        else:
-            compressed, plain = compressed_indices(tensor)
-            torch.sparse_compressed_tensor(
-                compressed, plain, tensor.values(), tuple(tensor.shape), layout=tensor.layout, check_invariants=True
-            )
+        _sparse(_KINDS[tensor.layout], *_sparse_parts(tensor))
     except RuntimeError as error:
         what = str(error).splitlines()[0]
         raise refusal(path, "sparse tensor whose indices do not fit it", f"{what}: make it anew") from error
@@ -99,7 +94,7 @@ def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:
     scheme, dtype = tensor.qscheme(), DTYPE_NAMES[tensor.dtype]
     attrs: dict[str, Any] = {"dtype": dtype, "scheme": str(scheme).removeprefix("torch."), "shape": tuple(tensor.shape)}
     # The raw items; of dtypes with several elements in a byte as a row of bytes.
-    memory = storage_bytes(tensor) if dtype in _PACKED else tensor
+    memory = storage_bytes(tensor) if dtype in PACKED else tensor
     items = TensorItem(Spec(dtype, tuple(memory.shape)), elements_of(memory))
     children: dict[Name, Item] = {"int_repr": items}
     if scheme == torch.per_tensor_affine:
@@ -111,13 +106,6 @@ def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:
     else:
         raise UnsupportedValueError(f"{key}: the format has no quantization scheme {scheme}: dequantize the tensor")
     return Container("quantized", children, attrs)
-
-
-def part_dtype(name: str) -> torch.dtype:
-    """The dtype of the plain tensor that holds a part stored under dtype `name`."""
-    if name in _PACKED:
-        return torch.uint8
-    return _QUANTIZED_MEMORY.get(name) or torch_dtype(name)
 
 
 def compose(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor], *, key: str) -> torch.Tensor:
@@ -155,10 +143,10 @@ def _sparse(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.
 
 def _quantized(attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.Tensor:
     memory = parts["int_repr"].contiguous()
-    if part_dtype(attrs["dtype"]) != memory.dtype or attrs["dtype"] not in (*_QUANTIZED_MEMORY, *_PACKED):
+    if part_dtype(attrs["dtype"]) != memory.dtype or attrs["dtype"] not in (*QUANTIZED_MEMORY, *PACKED):
         raise ValueError(f"{attrs['dtype']} is stored as {memory.dtype}")
     made = _empty_quantized(attrs, parts, memory.device)
-    place = storage_bytes(made)[: needed_bytes(made) if attrs["dtype"] not in _PACKED else None]
+    place = storage_bytes(made)[: needed_bytes(made) if attrs["dtype"] not in PACKED else None]
     found = memory.reshape(-1).view(torch.uint8)
     if found.shape != place.shape:  # copy_ would repeat a single byte
         raise ValueError(f"{len(found)} bytes where {len(place)} should be")
@@ -180,3 +168,47 @@ def _empty_quantized(attrs: Any, parts: Mapping[Name, torch.Tensor], device: tor
     make = private(EMPTY_PER_CHANNEL)
     made = make(shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=device)
     return cast(torch.Tensor, made)
+
+
+# --- what can be restored into one that is there ----------------------------------------------
+
+
+def written_parts(plain: torch.Tensor) -> list[torch.Tensor]:
+    """The memory that `copy_` writes; a COO tensor gets new memory instead."""
+    if plain.is_quantized:
+        return [storage_bytes(plain)]
+    if plain.layout == torch.sparse_coo:
+        return []
+    return [*compressed_indices(plain), plain.values()]
+
+
+_VALUES_SHAPE = "shape of values"
+
+_OTHER_VALUES = (
+    " (torch copies between sparse tensors of as many values only): in a dict or list of yours put None in its place, "
+    "which becomes a new tensor; to a module assign what load() gives"
+)
+
+
+def composite_fault(own: Container, item: Item, held: str) -> str:
+    """Why `item` cannot replace the content of a sparse or quantized tensor; empty if it can."""
+    if not isinstance(item, Container) or item.kind != own.kind:
+        return f"the target is a {own.kind} tensor, the commit holds {held}"
+    try:
+        mine, theirs = _composite_form(own), _composite_form(item)
+    except (AttributeError, LookupError, TypeError):  # what is stored may come from strangers
+        return f"the commit holds a {own.kind} tensor of which parts are missing: restore it from a copy"
+    for name, value in mine.items():
+        if theirs[name] != value:
+            fault = f"{name} of the target is {value}, in the commit it is {theirs[name]}"
+            return fault + (_OTHER_VALUES if name == _VALUES_SHAPE else "")
+    return ""
+
+
+def _composite_form(container: Container) -> dict[str, Any]:
+    """The properties that must agree for `copy_` to work: all but the number of elements of a COO tensor."""
+    if container.kind == "quantized":
+        return {name: container.attrs.get(name) for name in ("dtype", "scheme", "shape", "axis")}
+    values: Any = container.children.get("values")
+    shape = values.spec.shape if container.kind != "sparse_coo" else values.spec.shape[1:]
+    return {"shape": container.attrs["shape"], "dtype": values.spec.dtype, _VALUES_SHAPE: shape}

@@ -227,7 +227,7 @@ def _check_strides(placement: MeshPlacement, spec: Spec, key: str) -> None:
 
 def _own_rank(mesh: Any, values: Mesh) -> int:
     """The world rank of this process; -1 when there is no world any more and it is not in the mesh."""
-    rank = _world_rank()
+    rank = world_rank()
     if rank >= 0:
         # The mesh is not asked: torch caches results of operators together with their mesh, which
         # may be that of a former world in which this process had another rank.
@@ -238,9 +238,10 @@ def _own_rank(mesh: Any, values: Mesh) -> int:
     return -1 if place is None else values.ranks[number]
 
 
-def _world_rank() -> int:
-    """-1 when there is no world any more."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else -1
+def world_rank() -> int:
+    """This process's number in the job; -1 when there is none, or no world any more."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else -1
 
 
 _Known: TypeAlias = dict[tuple[Any, ...], MeshPlacement]
@@ -253,7 +254,7 @@ Since torch 2.10 the groups that a mesh is cut into are one mesh (`mesh["tp"]` o
 
 
 def _mesh_placement(mesh: Any, placements: tuple[Any, ...], num_dims: int, key: str) -> MeshPlacement:
-    by_rank, rank = _meshes.setdefault(mesh, {}), _world_rank()
+    by_rank, rank = _meshes.setdefault(mesh, {}), world_rank()
     entry = by_rank.get(rank)
     if entry is None:
         ranks, names = mesh.mesh, mesh.mesh_dim_names or ("",) * mesh.mesh.ndim

@@ -24,9 +24,8 @@ from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, Unsup
 from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype, shared_spec
 from cas_ckpt.objects.state import Container, Flavor, LeafHasher, Path, TensorItem, render_key
 from cas_ckpt.training.device.cells import DevicePart
-from cas_ckpt.training.device.copies import on_own_stream, to_device
-from cas_ckpt.training.device.together import Batch, Batches
-from cas_ckpt.training.device.trust import hasher_of
+from cas_ckpt.training.device.copies import Batch, Batches, on_own_stream, to_device
+from cas_ckpt.training.device.hasher import HASHERS, hasher_of
 from cas_ckpt.training.torch_internals import local_part, version_of
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
@@ -63,6 +62,10 @@ _SIMPLE_DTYPES = {
 }
 """Dtypes of tensors that are neither quantized nor conjugated."""
 
+QUANTIZED_MEMORY = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
+PACKED = ("quint4x2", "quint2x4")
+"""Dtypes with several elements in a byte."""
+
 HOST = torch.device("cpu")
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -79,6 +82,13 @@ def torch_dtype(name: str) -> torch.dtype:
     if found is None:
         raise UnsupportedValueError(f"torch {torch.__version__} has no dtype {name!r}: use a torch that has it")
     return found
+
+
+def part_dtype(name: str) -> torch.dtype:
+    """The dtype of the plain tensor that holds a part stored under dtype `name`."""
+    if name in PACKED:
+        return torch.uint8
+    return QUANTIZED_MEMORY.get(name) or torch_dtype(name)
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
@@ -373,7 +383,7 @@ def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
 
 def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
     """The elements of any strided tensor, as a source and as a target. A target must not overlap itself."""
-    is_host = tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()) and hasher_of(HOST) is None
+    is_host = tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()) and HASHERS.get(HOST) is None
     return HostTensor(tensor) if is_host else CopiedTensor(tensor)
 
 
@@ -412,25 +422,33 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def simple_item(tensor: torch.Tensor) -> TensorItem | None:
-    """As `supported` and `tensor_item`, for tensors of `PLAIN_TENSORS`, in half of the time; None: call these.
+    """As `supported` and `tensor_item`, for tensors of `PLAIN_TENSORS`, in half of the time; None: call these."""
+    found = simple_memory(tensor)
+    if found is None:
+        return None
+    spec, contiguous, storage, address, offset = found
+    # The tuples of the form, not new ones: what is not made needs no search by the garbage collector.
+    region = (weakref.ref(storage), address, offset, spec.shape, contiguous, tensor.dtype, False, False)
+    source = HostTensor(tensor) if HASHERS.get(HOST) is None else CopiedTensor(tensor)
+    return TensorItem(spec, source, Flavor.TORCH, (region, version_of(tensor)))
 
-    For tensors in one piece on the host, with elements that are what their bits say: nearly all. Each question to torch
-    is asked once, for thousands of tensors are asked at a call of `commit_async`.
+
+def simple_memory(tensor: torch.Tensor) -> tuple[Spec, tuple[int, ...], torch.UntypedStorage, int, int] | None:
+    """Spec, strides, storage, its address and the offset in it, of a tensor in one piece on the host; None: of others.
+
+    Its bits are its values, as those of nearly all. Each question to torch is asked once, for thousands of tensors are
+    asked at a call.
     """
     dtype = tensor.dtype
     if dtype not in _SIMPLE_DTYPES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     spec, num_bytes, contiguous = _form(dtype, tensor.shape)
-    stride, storage, offset = tensor.stride(), tensor.untyped_storage(), tensor.storage_offset()
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
     address = storage.data_ptr()  # 0: it was freed, or there is none
     end = offset * dtype.itemsize + num_bytes
-    if stride != contiguous or not num_bytes or not address or storage.nbytes() < end or tensor.is_neg():
+    if tensor.stride() != contiguous or not num_bytes or not address or storage.nbytes() < end or tensor.is_neg():
         return None
-    # The tuples of the form, not new ones: what is not made needs no search by the garbage collector.
-    region = (weakref.ref(storage), address, offset, spec.shape, contiguous, dtype, False, False)
-    identity = region, version_of(tensor)
-    source = HostTensor(tensor) if hasher_of(HOST) is None else CopiedTensor(tensor)
-    return TensorItem(spec, source, Flavor.TORCH, identity)
+    return spec, contiguous, storage, address, offset
 
 
 @lru_cache(maxsize=4096)
@@ -512,7 +530,7 @@ class ArrayView:
     bits: Array
 
     def read(self, box: Box) -> Array:
-        """See `ArraySource`, and `ArrayTarget.open`."""
+        """A view of the elements of `box`, to be read or filled."""
         return self.bits[box.slices]
 
     open = read

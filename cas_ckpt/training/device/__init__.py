@@ -1,12 +1,12 @@
 """Tensors that are in the memory of a GPU: hashed there, so that only chunks that are new come to the host.
 
     1. A commit asks the sources of such tensors for their hasher (transfer/save.py; `leaf_hasher`).
-    2. trust.py has one for every device, and says whether it is believed.
-    3. cells.py finds where the cells are in memory, hasher.py launches the kernels on a stream of its own.
-    4. kernels.py is BLAKE3 for Triton; it is imported when the first tensor is hashed, and need not be there.
-    5. copies.py brings bytes over, on streams of their own, from and to pinned memory; together.py brings small tensors
-       over many at a time.
-    6. Before a state is staged for `commit_async`, unchanged.py leaves out what the last such commit has stored.
+    2. hasher.py has one for every device, and says whether it is believed: cells.py finds where the cells are in
+       memory, kernels are launched on a stream of their own.
+    3. kernels.py is BLAKE3 for Triton; it is imported when the first tensor is hashed, and need not be there.
+    4. copies.py brings bytes over, on streams of their own, from and to pinned memory; small tensors many at a time.
+    5. Before a state is staged for `commit_async`, `leave_out` in background/commits.py leaves out what the last such
+       commit has stored.
 
 Tests run the kernels in Triton's interpreter, and everything else with tensors of the CPU that go the same way; what
 only a GPU can show is in tests/gpu (docs/performance.md, "GPUs").

@@ -1,19 +1,26 @@
-"""Digests of the leaves of tensors that are in the memory of a device, computed there.
+"""Digests of the leaves of tensors that are in the memory of a device, computed there, and whether they are believed.
 
-    1. The cells are laid out as tables (cells.py), and sorted by what a launch has in common.
-    2. Each such set is hashed by the kernels (kernels.py) on a stream of the hasher's own: chunks first, then levels of
-       the trees. Cells that do not lie as kernels need it are copied into scratch memory before.
-    3. The digests come to the host: 32 bytes a leaf.
+    1. `hasher_of` gives the hasher of a device: one a process, for CUDA alone. It imports Triton when it is first asked
+       for digests, and compiles the kernels (kernels.py).
+    2. The cells are laid out as tables (cells.py), and sorted by what a launch has in common.
+    3. Each such set is hashed on a stream of the hasher's own: chunks first, then levels of the trees. Cells that do
+       not lie as kernels need it are copied into scratch memory before. The digests come to the host: 32 bytes a leaf.
+    4. The first cells of every kind of launch are hashed on the host too. From then on a cell is, now and then.
+    5. Where anything fails or differs at first, the process says so once, and hashes on the host from then on.
 
-Invariant: the answer for a cell is the BLAKE3 digests of its leaves, or none is given. Whoever calls has waited for the
-work that writes the tensors (`wait_for_devices`), and keeps them as they are until this returns. Any thread may call;
-one at a time hashes on a device. Knows no commits.
+Invariant: the answer for a cell is the BLAKE3 digests of its leaves, made by kernels that agreed with the host on this
+device, or none is given. Only digests come from here: whoever stores a chunk hashes the bytes that are stored
+(transfer/save.py). Whoever calls has waited for the work that writes the tensors (`wait_for_devices`), and keeps them
+as they are until this returns. Any thread may call; one at a time hashes on a device. Knows no commits.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,8 +30,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from cas_ckpt import native
+from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import DIGEST_BYTES
-from cas_ckpt.training.device.cells import WORD_BYTES, CellGroup, CellRequest, Numbers, Shape, groups_of
+from cas_ckpt.objects.state import CellsToName
+from cas_ckpt.training.device.cells import WORD_BYTES, CellGroup, CellRequest, DevicePart, Numbers, Shape, groups_of
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+AUDIT_SHARE = 1 / 16
+"""How often a cell of a trusted launch is hashed on the host: a launch is of gigabytes, a cell of 4 MiB."""
+
+_KERNELS = "cas_ckpt.training.device.kernels"
 
 SCRATCH_BYTES = 256 << 20
 """Cells that are gathered before they are hashed, at most so many bytes at a time."""
@@ -207,3 +224,121 @@ def _batches(groups: Sequence[CellGroup]) -> Iterator[list[CellGroup]]:
         num_bytes, scratch_bytes = num_bytes + more, scratch_bytes + copied
     if batch:
         yield batch
+
+
+# --- whether they are believed ----------------------------------------------------------------
+
+
+class _OtherDigestsError(Exception):
+    """The device and the host disagree."""
+
+
+class DeviceHasher:
+    """The leaf digests of tensors on one device, as long as they can be had and are right. See `LeafHasher`.
+
+    Args:
+        import_kernels: Gives the module kernels.py; raises ImportError if there is no Triton.
+    """
+
+    has_hashed = False
+
+    def __init__(self, device: torch.device, import_kernels: Callable[[], ModuleType]) -> None:
+        self._device = device
+        self._import_kernels = import_kernels
+        self._lock = threading.RLock()
+        self._hasher: Hasher | None = None
+        self._refused = False
+        self._said_no_memory = False
+        self._trusted: set[tuple[bool, bool, bool]] = set()
+        # Its own generator: committing must not move anybody's random state.
+        self._random = random.Random()
+
+    def cell_digests(self, wanted: Sequence[CellsToName]) -> list[list[bytes]] | None:
+        if self._refused:
+            return None
+        try:
+            return self._digests(wanted)
+        except torch.OutOfMemoryError as error:
+            if not self._said_no_memory:
+                self._said_no_memory = True
+                _LOGGER.warning("%s: no memory to hash on the device, so the host does: %s", self._device, _line(error))
+            return None
+        except InternalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises, the host can do it
+            self._refuse(error)
+            return None
+
+    def _digests(self, wanted: Sequence[CellsToName]) -> list[list[bytes]]:
+        with self._lock:
+            if self._hasher is None:
+                self._hasher = Hasher(self._device, self._import_kernels())
+        requests = [CellRequest(_parts(each), each.grid, each.numbers, each.item_bytes) for each in wanted]
+        found = [[b""] * len(each.numbers) for each in wanted]
+        for hashed in self._hasher.hash(requests):
+            self._check(hashed, wanted)
+            for (request, position), digests in zip(hashed.places, hashed.digests, strict=True):
+                found[request][position] = digests
+        return found
+
+    def _check(self, hashed: Hashed, wanted: Sequence[CellsToName]) -> None:
+        """Compare with the host: the first and the last cell of a new kind of launch, else sometimes any one.
+
+        Raises:
+            _OtherDigestsError: at first they differ. InternalError: they do after they had agreed.
+        """
+        kind = (hashed.shape.whole, hashed.shape.rows, hashed.gathered)
+        if kind not in self._trusted:
+            for at in {0, len(hashed.places) - 1}:
+                if hashed.digests[at] != _on_host(wanted, hashed.places[at]):
+                    raise _OtherDigestsError(f"it gives other digests than the host ({hashed.shape})")
+            self._trusted.add(kind)
+        elif self._random.random() < AUDIT_SHARE:
+            at = self._random.randrange(len(hashed.places))
+            if hashed.digests[at] != _on_host(wanted, hashed.places[at]):
+                self._refuse(_OtherDigestsError("it gave other digests than the host"))
+                raise InternalError(
+                    f"{self._device} and the host found different bytes in a tensor, or its hasher failed: if nothing "
+                    "changes tensors while a commit runs, commit again (now the host hashes), and compare the commits "
+                    "that this process made before with what they should hold"
+                )
+
+    def _refuse(self, error: Exception) -> None:
+        with self._lock:
+            said, self._refused = self._refused, True
+        if not said:
+            reason = "Triton is not installed" if isinstance(error, ImportError) else _line(error)
+            _LOGGER.warning("%s: leaves are hashed on the host from now on: %s", self._device, reason)
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _parts(wanted: CellsToName) -> tuple[DevicePart, ...]:
+    parts: tuple[DevicePart, ...] = wanted.source.device_parts()
+    return parts
+
+
+def _on_host(wanted: Sequence[CellsToName], place: tuple[int, int]) -> bytes:
+    """Digests of the leaves of one cell, from its bytes."""
+    asked = wanted[place[0]]
+    cell = asked.source.read(asked.grid.box(asked.numbers[place[1]]))
+    return native.leaf_digests(cell, asked.grid.leaf_bytes)
+
+
+HASHERS: dict[torch.device, DeviceHasher | None] = {}
+"""Of every device that was asked about: None if only the host hashes."""
+
+_lock = threading.RLock()
+
+
+def hasher_of(device: torch.device) -> DeviceHasher | None:
+    """The hasher of tensors on `device`; None if only the host hashes."""
+    try:
+        return HASHERS[device]
+    except KeyError:
+        with _lock:
+            made = DeviceHasher(device, lambda: importlib.import_module(_KERNELS)) if device.type == "cuda" else None
+            return HASHERS.setdefault(device, made)

@@ -10,11 +10,10 @@
 Files:
 
     restore.py       `plan_restore`: the walk, its two rules, and Stateful objects
-    draft.py         `RestoreDraft`: tensors and arrays matched one by one; copies, loads, mismatches; what a
-                     commit warns of, since a checkout into the same state will refuse it
+    draft.py         `RestoreDraft`: tensors and arrays matched one by one; copies, loads, mismatches; which targets
+                     overlap in memory, and what a commit warns of, since a checkout into the same state will refuse it
     optimizers.py    which stored state belongs to which parameter of a live optimizer
     materialize.py   new objects for stored ones
-    memory.py        which targets overlap in memory, and which may not be written
 
 Invariant: nothing is touched before everything agrees. Must not know where bytes are stored.
 """

@@ -1,57 +1,70 @@
-"""What a restore will do, and what speaks against it: collected before anything is touched.
+"""The copies and loads of a restore, and all that speaks against it: collected before anything is touched.
 
     1. Each tensor, array and generator of the target is matched with what the commit holds for it: what fits
        becomes a copy, what does not becomes a fault.
     2. What only one of the two has is noted as missing or unexpected.
-    3. `raise_mismatch` raises once, with all of it, before the first byte moves.
+    3. `raise_mismatch` raises once, with all of it and with targets that overlap in memory, before the first byte
+       moves.
 
 Invariant: nothing is written here. A dtype is never cast and a shape never broadcast; memory that overlaps itself
-or other targets, or that may not be written, is never filled. Must not know Stateful objects or where bytes are stored.
+or other targets, or that may not be written, is never filled: two targets that share a byte are always found. Must not
+know Stateful objects or where bytes are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 from operator import attrgetter
-from typing import Any
+from pathlib import Path as FilePath
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueError, shown_value
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, Spec
-from cas_ckpt.objects.state import ArrayTarget, Container, Item, Path, StoredTensor, TensorCopy, ValueItem, render_key
-from cas_ckpt.training.capture.composites import PACKED_DTYPES, decompose
+from cas_ckpt.objects.state import (
+    ArrayTarget,
+    Container,
+    Item,
+    Name,
+    Path,
+    StoredTensor,
+    TensorCopy,
+    ValueItem,
+    render_key,
+)
+from cas_ckpt.training.capture.composites import PACKED_DTYPES, composite_fault, decompose, written_parts
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
+    DTYPE_NAMES,
+    HOST,
     PLAIN_TENSORS,
     Array,
+    CopiedTensor,
+    HostTensor,
+    Region,
     elements_of,
     elements_spec,
     is_sharded,
-    memory_of,
     overlaps_itself,
-    region_of_array,
     same_fields,
-    simple_item,
+    simple_memory,
     spec_of,
-    storage_bytes,
     supported,
     view_of,
 )
+from cas_ckpt.training.device.hasher import HASHERS
 from cas_ckpt.training.per_rank import GENERATOR, set_generator
 from cas_ckpt.training.restore.materialize import Builder, NewObjects
-from cas_ckpt.training.restore.memory import (
-    Memory,
-    ReadOnlyMemory,
-    memory_of_array,
-    memory_of_region,
-    memory_of_tensor,
-    overlapping,
-)
 
 SHOWN = 10
 """Keys of each kind that a message names before it counts."""
@@ -64,36 +77,6 @@ class Load:
     target: Any
     path: Path
     run: Callable[[], Any]
-
-
-@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
-class Written:
-    """Memory that a restore writes, and what into it.
-
-    Attributes:
-        key: Its name in messages, or its path.
-        content: The stored tensor, and its placement or its box; None: something else.
-    """
-
-    memory: Memory
-    key: str | Path
-    content: tuple[StoredTensor, Placement | Box | None] | None
-
-
-def overlap_faults(written: Sequence[Written]) -> list[str]:
-    """A sentence for each pair of targets that share memory without being one tensor in target and commit."""
-    faults = []
-    for pair in overlapping(list(map(attrgetter("memory"), written))):
-        one, other = (written[at] for at in pair)
-        if one.content is not None and other.content is not None and one.memory.is_same(other.memory):
-            (stored, part), (other_stored, other_part) = one.content, other.content
-            if part == other_part and _same_content(stored, other_stored):
-                continue
-        names = " and ".join(
-            sorted(each.key if isinstance(each.key, str) else render_key(each.key) for each in (one, other))
-        )
-        faults.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
-    return faults
 
 
 class RestoreDraft:
@@ -122,7 +105,7 @@ class RestoreDraft:
         self._read_layout = layout
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
         self._values_of_missing: list[tuple[Path, Any]] = []
-        self._written: list[Written] = []
+        self._written: list[Memory] = []
 
     @cached_property
     def made(self) -> NewObjects:
@@ -131,12 +114,12 @@ class RestoreDraft:
 
     @cached_property
     def layout(self) -> LayoutObject:
-        """What the commit says of the state besides its content; read when it is asked for."""
+        """The layout of the commit: ties, order in memory, versions of modules; read when it is asked for."""
         return self._read_layout()
 
     @cached_property
     def _read_only(self) -> ReadOnlyMemory:
-        """What the operating system does not let this process write."""
+        """The memory that this process may not write, as it was when this was first asked."""
         return ReadOnlyMemory()
 
     def note_missing(self, path: Path, value: Any = None) -> None:
@@ -169,8 +152,9 @@ class RestoreDraft:
             plain = supported(value, path)
         except UnsupportedValueError:  # nothing fills it
             return False
-        is_plain = plain.layout == torch.strided and not plain.is_quantized and plain.numel() > 0
-        return is_plain and memory_of(plain) in self._filled
+        if plain.layout != torch.strided or plain.is_quantized:
+            return False
+        return any(memory.same() in self._filled for memory in memory_of_tensor(plain, path))
 
     def note_missing_names(self, names: Iterable[str], path: Path) -> set[str]:
         """Those of the parts `names` of the object at `path` that were asked for; they are noted as missing."""
@@ -186,106 +170,107 @@ class RestoreDraft:
         Raises:
             UnsupportedValueError: a kind of tensor that cannot be filled (meta, nested, ...).
         """
-        placement: Placement | None = None
-        elements: Any
-        parts: Sequence[torch.Tensor] = ()
-        memories: list[Memory] = []
-        simple = simple_item(tensor) if type(tensor) in PLAIN_TENSORS else None
-        if simple is not None and simple.identity is not None:  # nearly all
-            found, elements, region = simple.spec, simple.source, simple.identity[0]
-            memories.append(memory_of_region(region))
-        elif type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
+        if type(tensor) in PLAIN_TENSORS and (simple := simple_memory(tensor)) is not None:  # nearly all
+            spec, stride, _, address, offset = simple
+            form = _form_of_tensor(spec.shape, stride, tensor.dtype, False, False)
+            low = address + offset * spec.item_bytes
+            target = HostTensor(tensor) if HASHERS.get(HOST) is None else CopiedTensor(tensor)
+            self._fill(path, item, spec, target, [Memory("cpu", low, low + form.extent, form, path)])
+            return lambda: tensor
+        if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
             divided = sharded(tensor, path, supported)  # each rank fills what it holds
-            found, placement, parts = divided.spec, divided.placement, divided.locals
-            elements, region, shared = divided.elements(), divided.region, "elements of the local tensor share memory"
-        else:
-            plain = supported(tensor, path)
-            if plain.layout != torch.strided or plain.is_quantized:
-                return self._replace_content(tensor, plain, item, path)
-            found, parts = spec_of(plain), (plain,)
-            elements, region = elements_of(plain), memory_of(plain) if plain.numel() else None
-            shared = "elements of the target share memory (expanded?)"
-        overlaps = False
-        for part in parts:
-            memories += memory_of_tensor(part)
-            overlaps = overlaps or (not part.is_contiguous() and overlaps_self(part))
-            if part.device.type != "cpu":
-                self.devices.add(part.device)
-        if not isinstance(item, StoredTensor):
-            self.faults.append(f"{render_key(path)}: the target is {found}, the commit holds {describe(item)}")
-        elif found is not item.spec and found != item.spec:
-            self._note_other_spec(found, item, path)
-        elif overlaps:
-            self.faults.append(f"{render_key(path)}: {shared}: clone() it")
-        elif self._read_only.holds(memories):
-            self.faults.append(_read_only_fault(path))
-        else:
-            self._fill(path, item, elements, region, placement, memories=memories)
+            memories = self._memories_of(divided.locals, path)
+            fault = "elements of the local tensor share memory" if any(map(overlaps_self, divided.locals)) else ""
+            self._fill(
+                path, item, divided.spec, divided.elements(), memories, divided.placement, region=divided.region,
+                fault=fault,
+            )  # fmt: skip
+            return lambda: tensor
+        plain = supported(tensor, path)
+        if plain.layout != torch.strided or plain.is_quantized:
+            return self._replace_content(tensor, plain, item, path)
+        fault = "elements of the target share memory (expanded?)" if overlaps_self(plain) else ""
+        self._fill(path, item, spec_of(plain), elements_of(plain), self._memories_of([plain], path), fault=fault)
         return lambda: tensor
+
+    def _memories_of(self, parts: Sequence[torch.Tensor], path: Path) -> list[Memory]:
+        """The memory of the strided tensors that a target consists of here; notes where they are."""
+        self.devices.update(part.device for part in parts if not part.is_cpu)
+        return [memory for part in parts for memory in memory_of_tensor(part, path)]
 
     def may_fill(self, tensor: torch.Tensor, stored: StoredTensor, path: Path) -> bool:
         """Whether `fill_tensor` could fill a tensor which need not be filled; notes a fault if the specs differ."""
         plain = supported(tensor, path)
         if plain.layout != torch.strided or plain.is_quantized or overlaps_self(plain):
             return False
-        if self._read_only.holds(memory_of_tensor(plain)):
+        if self._read_only.holds(memory_of_tensor(plain, path)):
             return False
         if spec_of(plain) != stored.spec:
-            self._note_other_spec(spec_of(plain), stored, path)
+            self.faults.append(f"{render_key(path)}: {_other_spec(spec_of(plain), stored)}")
             return False
         return True
-
-    def _note_other_spec(self, found: Spec, stored: StoredTensor, path: Path) -> None:
-        what = "dtype" if found.shape == stored.spec.shape else "shape"
-        self.faults.append(
-            f"{render_key(path)}: the target is {found}, the commit holds {stored.spec}: give the target that {what}"
-            + (" (no dtype is cast)" if what == "dtype" else "")
-        )
 
     def _fill(
         self,
         path: Path,
-        stored: StoredTensor,
+        item: Item,
+        found: Spec,
         target: ArrayTarget,
-        region: Any,
+        memories: Sequence[Memory],
         placement: Placement | None = None,
         *,
-        memories: Sequence[Memory],
+        region: Region | None = None,
+        fault: str = "",
     ) -> None:
-        """Fill `target` with `stored`; memory that is tied is filled once.
+        """Fill `target`, which is `found`, with `item`; memory that is tied is filled once. What does not fit is noted.
 
         Args:
-            region: Names the memory of the target, None if nothing else can share it.
+            memories: Where the target is, one for each of its parts in this process; none if it is empty.
             placement: How the target is divided over the ranks; None: all of it is wanted here.
-            memories: Where the target is, one for each of its parts in this process.
+            region: Names the memory of a divided target.
+            fault: Why the target cannot be filled with anything.
         """
-        mine = (path, stored)
-        first = mine if region is None else self._filled.setdefault(region, mine)
-        if first is mine:
-            self.copies.append(TensorCopy(path, stored, target, placement))
-            for memory in memories:
-                self._written.append(Written(memory, path, (stored, placement)))
-        elif not _same_content(first[1], stored):
-            names = f"{render_key(first[0])} and {render_key(path)}"
-            self.faults.append(
-                f"{names} are one tensor in the target but two different ones in the commit: untie the target"
-            )
+        if not isinstance(item, StoredTensor):
+            fault = f"the target is {found}, the commit holds {describe(item)}"
+        elif found is not item.spec and found != item.spec:
+            fault = _other_spec(found, item)
+        elif fault:
+            fault = f"{fault}: clone() it"
+        elif self._read_only.holds(memories):
+            fault = _READ_ONLY
+        else:
+            mine = (path, item)
+            if region is None and memories:
+                region = memories[0].same()
+            first = mine if region is None else self._filled.setdefault(region, mine)
+            if first is mine:
+                self.copies.append(TensorCopy(path, item, target, placement))
+                for memory in memories:
+                    memory.content = (item, placement)
+                self._written += memories
+            elif not _same_content(first[1], item):
+                self.faults.append(
+                    f"{render_key(first[0])} and {render_key(path)} are one tensor in the target but two different "
+                    "ones in the commit: untie the target"
+                )
+            return
+        self.faults.append(f"{render_key(path)}: {fault}")
 
     def _replace_content(self, tensor: torch.Tensor, plain: torch.Tensor, item: Item, path: Path) -> Builder:
         """`fill_tensor` for sparse and quantized tensors: made new, then copied into the target's tensor."""
         if plain.device.type != "cpu":
             self.devices.add(plain.device)
-        fault = _composite_fault(decompose(plain, key=render_key(path)), item)
+        fault = composite_fault(decompose(plain, key=render_key(path)), item, describe(item))
         if fault:
             self.faults.append(f"{render_key(path)}: {fault}")
             return lambda: tensor
         build = self.made.builder(item, path)
         if plain.dtype in PACKED_DTYPES:
             return build  # torch cannot copy these: the parent gets a new tensor
-        memories = [memory for part in _written_parts(plain) for memory in memory_of_tensor(part)]
+        memories = [memory for part in written_parts(plain) for memory in memory_of_tensor(part, path)]
         if self._read_only.holds(memories):
-            self.faults.append(_read_only_fault(path))
-        self._written += [Written(memory, path, None) for memory in memories]
+            self.faults.append(f"{render_key(path)}: {_READ_ONLY}")
+        self._written += memories
 
         def replace() -> torch.Tensor:
             with torch.no_grad():
@@ -307,12 +292,10 @@ class RestoreDraft:
             stored = item.children.get("items", item) if same_fields(array, item.attrs) else item
         if not isinstance(stored, StoredTensor):
             self.faults.append(f"{key}: the target is an array of {array.dtype}, the commit holds {describe(item)}")
-        elif (found := elements_spec(array, path)) != stored.spec:
-            self._note_other_spec(found, stored, path)
-        elif may_fill_array(array):
-            self._fill(path, stored, view_of(array), region_of_array(array), memories=memory_of_array(array))
-        else:
+        elif (found := elements_spec(array, path)) == stored.spec and not may_fill_array(array):
             self.faults.append(f"{key}: the target is a read-only or overlapping array: copy() it")
+        else:
+            self._fill(path, stored, found, view_of(array), memory_of_array(array, path))
         return lambda: array
 
     def fill_generator(self, target: torch.Generator, item: Item, path: Path) -> Builder:
@@ -359,8 +342,18 @@ def _same_content(a: StoredTensor, b: StoredTensor) -> bool:
     return a.spec == b.spec and a.node == b.node and a.inline == b.inline
 
 
+def children(item: Item | None) -> Mapping[Name, Item]:
+    """The named items of a container, or of a value that is a mapping or a list."""
+    if isinstance(item, Container):
+        return item.children
+    value = item.value if isinstance(item, ValueItem) else None
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    return {name: ValueItem(child) for name, child in value.items()} if isinstance(value, Mapping) else {}
+
+
 def describe(item: Item) -> str:
-    """What a commit holds, in words."""
+    """`item` in words."""
     if isinstance(item, StoredTensor):
         return f"{item.spec}"
     if isinstance(item, ValueItem):
@@ -378,48 +371,214 @@ def may_fill_array(array: Array) -> bool:
     return array.flags.writeable and not (array.size and overlaps_itself(array.shape, array.strides, array.itemsize))
 
 
-def _read_only_fault(path: Path) -> str:
-    return f"{render_key(path)}: the memory of the target is mapped read-only (a file?): clone() it"
+def _other_spec(found: Spec, stored: StoredTensor) -> str:
+    what = "dtype (no dtype is cast)" if found.shape == stored.spec.shape else "shape"
+    return f"the target is {found}, the commit holds {stored.spec}: give the target that {what}"
 
 
-def _written_parts(plain: torch.Tensor) -> list[torch.Tensor]:
-    """The memory that `copy_` writes; a COO tensor gets new memory instead."""
-    if plain.is_quantized:
-        return [storage_bytes(plain)]
-    if plain.layout == torch.sparse_coo:
+_READ_ONLY = "the memory of the target is mapped read-only (a file?): clone() it"
+
+
+# --- where targets lie in memory --------------------------------------------------------------
+# Targets are sorted by address. Of those whose ranges hang together, two strided ones never share a byte if they are
+# apart modulo some step, as the columns of a matrix are; whatever is left `numpy.shares_memory` decides, pair by pair.
+
+MAX_PAIRS = 1 << 18
+"""Pairs that are decided one by one, at most; of more than these each counts as overlapping."""
+
+_MAX_WORK = 1 << 16
+"""Steps that `numpy.shares_memory` may take for one pair; a harder one counts as overlapping."""
+
+_MAX_STEPS = 8
+"""Steps that targets are compared modulo, the most frequent ones."""
+
+_MAPS = FilePath("/proc/self/maps")
+
+
+class _Form(NamedTuple):
+    """How the elements of a tensor lie, apart from where: one object for all tensors that are alike.
+
+    Attributes:
+        before: Bytes from the lowest address to the element with index 0 in every dimension.
+        extent: Bytes from the lowest address to behind the highest.
+        run: Bytes that lie in one piece: all of them, or those of one element.
+        dims: (step, size) of the dimensions that such pieces are apart by; steps in bytes, all positive.
+        order: Equal where the same elements are read in the same way and order.
+    """
+
+    before: int
+    extent: int
+    run: int
+    dims: tuple[tuple[int, int], ...]
+    order: tuple[Any, ...]
+
+
+def _form(shape: tuple[int, ...], stride: tuple[int, ...], unit: int, item_bytes: int, *reading: Any) -> _Form:
+    """Of elements that are `stride` times `unit` bytes apart; `reading` says how their bytes are read."""
+    axes = tuple((step * unit, size) for step, size in zip(stride, shape, strict=True) if size > 1)
+    before = -sum(step * (size - 1) for step, size in axes if step < 0)
+    dims = tuple((abs(step), size) for step, size in axes)
+    extent = sum(step * (size - 1) for step, size in dims) + item_bytes
+    order = (tuple(shape), axes, item_bytes, reading)
+    if extent == prod(size for _, size in dims) * item_bytes:
+        return _Form(before, extent, extent, (), order)
+    return _Form(before, extent, item_bytes, dims, order)
+
+
+@lru_cache(maxsize=4096)
+def _form_of_tensor(shape: Any, stride: tuple[int, ...], dtype: torch.dtype, is_conj: bool, is_neg: bool) -> _Form:
+    return _form(shape, stride, dtype.itemsize, dtype.itemsize, DTYPE_NAMES.get(dtype, dtype), is_conj, is_neg)
+
+
+@lru_cache(maxsize=4096)
+def _form_of_array(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> _Form:
+    return _form(shape, strides, 1, dtype.itemsize, dtype.name if dtype.isnative else dtype.str, False, False)
+
+
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
+class Memory:
+    """The memory of one tensor or array that has elements, and what a restore writes there.
+
+    Attributes:
+        space: What the addresses count in: "cpu", or a device.
+        low, high: The lowest address, and the one behind the highest.
+        key: Its name in messages, or its path.
+        content: The stored tensor, and its placement or its box; None: something else.
+    """
+
+    space: str
+    low: int
+    high: int
+    form: _Form
+    key: str | Path
+    content: tuple[StoredTensor, Placement | Box | None] | None = None
+
+    def same(self) -> tuple[Any, ...]:
+        """Equal for the same elements, read in the same way and order."""
+        return self.space, self.low + self.form.before, self.form.order
+
+    @property
+    def name(self) -> str:
+        return self.key if isinstance(self.key, str) else render_key(self.key)
+
+
+def memory_of_tensor(tensor: torch.Tensor, key: str | Path) -> list[Memory]:
+    """The memory of a strided tensor; nothing for one without elements."""
+    low = tensor.data_ptr() if tensor.numel() else 0
+    if not low:
         return []
-    by_row = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
-    indices = (plain.crow_indices(), plain.col_indices()) if by_row else (plain.ccol_indices(), plain.row_indices())
-    return [*indices, plain.values()]
+    form = _form_of_tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return [Memory("cpu" if tensor.is_cpu else str(tensor.device), low, low + form.extent, form, key)]
 
 
-_VALUES_SHAPE = "shape of values"
+def memory_of_array(array: Array, key: str | Path) -> list[Memory]:
+    """The memory of an array; nothing for one without elements."""
+    if not array.size:
+        return []
+    form = _form_of_array(array.shape, array.strides, array.dtype)
+    low = array.__array_interface__["data"][0] - form.before
+    return [Memory("cpu", low, low + form.extent, form, key)]
 
-_OTHER_VALUES = (
-    " (torch copies between sparse tensors of as many values only): in a dict or list of yours put None in its place, "
-    "which becomes a new tensor; to a module assign what load() gives"
-)
+
+class ReadOnlyMemory:
+    """The parts of this process's memory that the operating system does not let it write, as they are now.
+
+    Known on Linux only; elsewhere nothing counts as read-only.
+    """
+
+    def __init__(self) -> None:
+        try:
+            lines = _MAPS.read_text("ascii", "replace").splitlines()
+        except OSError:
+            lines = []
+        places = [place for place, rights, *_ in (line.split(maxsplit=2) for line in lines) if "w" not in rights]
+        ranges = sorted(tuple(int(end, 16) for end in place.split("-")) for place in places)
+        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
+
+    def holds(self, memories: Iterable[Memory]) -> bool:
+        """Whether a byte of `memories` cannot be written."""
+        for memory in memories:
+            at = bisect_left(self._starts, memory.high) - 1
+            if memory.space == "cpu" and at >= 0 and self._ends[at] > memory.low:
+                return True
+        return False
 
 
-def _composite_fault(own: Container, item: Item) -> str:
-    """Why `item` cannot replace the content of a sparse or quantized tensor; empty if it can."""
-    if not isinstance(item, Container) or item.kind != own.kind:
-        return f"the target is a {own.kind} tensor, the commit holds {describe(item)}"
+def overlap_faults(written: Sequence[Memory]) -> list[str]:
+    """A sentence for each pair of targets that share memory without being one tensor in target and commit."""
+    faults = []
+    for one, other in overlapping(written):
+        if one.content is not None and other.content is not None and one.same() == other.same():
+            (stored, part), (other_stored, other_part) = one.content, other.content
+            if part == other_part and _same_content(stored, other_stored):
+                continue
+        names = " and ".join(sorted((one.name, other.name)))
+        faults.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
+    return faults
+
+
+def overlapping(memories: Sequence[Memory]) -> Iterator[tuple[Memory, Memory]]:
+    """Pairs of `memories` that share bytes; each that overlaps any is in some pair."""
+    spaces: dict[str, list[Memory]] = {}
+    for memory in memories:
+        spaces.setdefault(memory.space, []).append(memory)
+    for members in spaces.values():
+        lows, highs = (np.fromiter(map(attrgetter(name), members), np.int64) for name in ("low", "high"))
+        order = np.argsort(lows, kind="stable")
+        apart = lows[order[1:]] >= np.maximum.accumulate(highs[order])[:-1]
+        bounds = np.array([0, *(np.flatnonzero(apart) + 1), len(members)])
+        for at in np.flatnonzero(np.diff(bounds) > 1):
+            yield from _in_cluster([members[each] for each in order[bounds[at] : bounds[at + 1]]])
+
+
+def _in_cluster(cluster: Sequence[Memory]) -> Iterator[tuple[Memory, Memory]]:
+    """Pairs among those whose address ranges hang together; `cluster` is sorted by address."""
+    first_of: dict[Any, Memory] = {}
+    for memory in cluster:
+        first = first_of.setdefault(memory.same(), memory)
+        if first is not memory:
+            yield first, memory
+    distinct = list(first_of.values())
+    lows = np.array([memory.low for memory in distinct])
+    steps = Counter(step for memory in distinct for step, _ in memory.form.dims).most_common(_MAX_STEPS)
+    widths = [(step, np.array([_width(memory.form, step) for memory in distinct])) for step, _ in steps]
+    shared, num_pairs = np.zeros(len(distinct), bool), 0
+    for number, memory in enumerate(distinct):
+        near = slice(number + 1, int(np.searchsorted(lows, memory.high)))
+        may_meet = ~(shared[near] & shared[number])  # of those of which each is in a pair, no more are wanted
+        for step, width in widths:  # what is apart modulo a step is apart
+            shift = (lows[near] - memory.low) % step
+            may_meet &= (shift < width[number]) | (step - shift < width[near])
+        for at in (np.flatnonzero(may_meet) + number + 1).tolist():
+            if not (shared[number] and shared[at]):
+                num_pairs += 1
+                if num_pairs > MAX_PAIRS or _share(memory, distinct[at]):
+                    shared[number] = shared[at] = True
+                    yield memory, distinct[at]
+
+
+def _width(form: _Form, step: int) -> int:
+    """From the first byte of any element to behind the last one, whole steps apart."""
+    return form.run + sum(other * (size - 1) for other, size in form.dims if other % step)
+
+
+def _share(one: Memory, other: Memory) -> bool:
     try:
-        mine, theirs = _composite_form(own), _composite_form(item)
-    except (AttributeError, LookupError, TypeError):  # what is stored may come from strangers
-        return f"the commit holds a {own.kind} tensor of which parts are missing: restore it from a copy"
-    for name, value in mine.items():
-        if theirs[name] != value:
-            fault = f"{name} of the target is {value}, in the commit it is {theirs[name]}"
-            return fault + (_OTHER_VALUES if name == _VALUES_SHAPE else "")
-    return ""
+        return bool(np.shares_memory(_array(one), _array(other), max_work=_MAX_WORK))  # type: ignore[arg-type]  # its stub knows only two values
+    except np.exceptions.TooHardError:
+        return True
 
 
-def _composite_form(container: Container) -> dict[str, Any]:
-    """What must agree for `copy_` to work: all but the number of elements of a COO tensor."""
-    if container.kind == "quantized":
-        return {name: container.attrs.get(name) for name in ("dtype", "scheme", "shape", "axis")}
-    values: Any = container.children.get("values")
-    shape = values.spec.shape if container.kind != "sparse_coo" else values.spec.shape[1:]
-    return {"shape": container.attrs["shape"], "dtype": values.spec.dtype, _VALUES_SHAPE: shape}
+def _array(memory: Memory) -> Array:
+    """An array over the bytes at these addresses; it is never read, so that they may be those of a device.
+
+    Of bytes, and not of items `|V4`: with these NumPy 2.1.0 crashes on Python 3.12 and newer.
+    """
+    interface = {
+        "data": (memory.low, True),
+        "shape": (*(size for _, size in memory.form.dims), memory.form.run),
+        "strides": (*(step for step, _ in memory.form.dims), 1),
+        "typestr": "|u1",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -42,12 +42,13 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
 from cas_ckpt.training.capture.capture import MAX_DEPTH
-from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose, part_dtype
+from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose
 from cas_ckpt.training.capture.tensors import (
     CastTarget,
     elements_of,
     new_array,
     new_tensor,
+    part_dtype,
     structured,
     view_of,
     wait_for_devices,
@@ -91,6 +92,7 @@ class NewObjects:
 
     Attributes:
         copies: What `fetch` must fill before any builder is called.
+        group_of: Path of a tensor that is tied to others -> their number.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class NewObjects:
         self.casts = True
         self.copies = [] if copies is None else copies
         self._layout = layout
-        self._group_of = {parse_key(key): number for number, group in enumerate(layout.aliases) for key in group}
+        self.group_of = {parse_key(key): number for number, group in enumerate(layout.aliases) for key in group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
 
     def filled(self, item: Item, path: Path, fetch: Fetch) -> Any:
@@ -116,10 +118,6 @@ class NewObjects:
         wait_for_devices({self.device})
         fetch(self.copies)
         return build()
-
-    def group_of(self, path: Path) -> int | None:
-        """The number of those that are tied to the tensor at `path`; None: it has memory of its own."""
-        return self._group_of.get(path)
 
     def builder(self, item: Item, path: Path) -> Builder:
         """A builder for any item; its memory is allocated now."""
@@ -138,7 +136,7 @@ class NewObjects:
 
     def _tensor(self, stored: StoredTensor, path: Path) -> Any:
         """New memory, or that of a tensor which is tied to this one."""
-        group = self.group_of(path)
+        group = self.group_of.get(path)
         if group is None:
             return self._allocate(stored, path)
         if group not in self._shared:
@@ -208,7 +206,7 @@ def check_bytes(tree: Item, made: NewObjects) -> None:
     tied: dict[int, int] = {}
     for path, item in walk(tree):
         if isinstance(item, StoredTensor) and (on_host or item.flavor == Flavor.NUMPY):
-            group = made.group_of(path)
+            group = made.group_of.get(path)
             if group is None:
                 wanted += _num_bytes(item)
             else:

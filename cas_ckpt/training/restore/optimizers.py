@@ -21,8 +21,7 @@ import torch
 from cas_ckpt.errors import MismatchError, shown_value
 from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.training.capture.composites import part_dtype
-from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, copyable_view, is_kind, spec_of
+from cas_ckpt.training.capture.tensors import PLAIN_TENSORS, copyable_view, is_kind, part_dtype, spec_of
 from cas_ckpt.training.optimizers import (
     GROUPS,
     PARAM_NAMES,
@@ -34,14 +33,14 @@ from cas_ckpt.training.optimizers import (
     parts_of,
     with_params,
 )
-from cas_ckpt.training.restore.draft import RestoreDraft
+from cas_ckpt.training.restore.draft import RestoreDraft, children
 from cas_ckpt.training.stateful import unwrapped
 
 _FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused"})
 """Options of torch's optimizers that some versions have and others add when they load."""
 
 _BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""What torch's schedulers write into the groups of their optimizer."""
+"""Names that torch's schedulers write into the groups of their optimizer."""
 
 _APART = frozenset({PARAMS, PARAM_NAMES}) | _BY_SCHEDULERS | _FLAGS
 
@@ -52,7 +51,7 @@ _SHAPED = frozenset({
 """State of torch's optimizers that has the shape of its parameter."""
 
 _DECOUPLED = "decoupled_weight_decay"
-"""What distinguishes AdamW from Adam; those of torch before 2.7 do not have it."""
+"""The option that distinguishes AdamW from Adam; those of torch before 2.7 do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class Match:
         return Container(item.kind, {**item.children, STATE: Container(state.kind, kept, state.attrs)}, item.attrs)
 
     def restored(self, built: Mapping[str, Any]) -> dict[str, Any]:
-        """What was built under the keys of the commit, under those of the live state."""
+        """`built`, which is under the keys of the commit, under those of the live state."""
         live = {stored: key for key, stored in self.stored.items()}
         state = {live.get(key, key): value for key, value in built.get(STATE, {}).items()}
         theirs = built.get(GROUPS, dict(zip(self.groups, self.form.raw[GROUPS], strict=True)))
@@ -197,7 +196,7 @@ def _values(names: Item | None) -> Iterator[Any]:
 
 
 def nested(item: Item, form: OptimizerForm, path: Path, *, alone: bool) -> Item | str:
-    """What `get_optimizer_state_dict` flattened (`state.NAME.exp_avg`, `param_groups.NAME.lr`), nested again.
+    """`item` nested again, if `get_optimizer_state_dict` flattened it (`state.NAME.exp_avg`, `param_groups.NAME.lr`).
 
     The names of the live parameters say where a name ends. Anything else is given back as it is.
 
@@ -337,16 +336,6 @@ def _empty_like(param: torch.Tensor, stored: Mapping[Name, Item]) -> dict[Name, 
     }
 
 
-def children(item: Item | None) -> Mapping[Name, Item]:
-    """The named items of a container, or of a value that is a mapping or a list."""
-    if isinstance(item, Container):
-        return item.children
-    value = item.value if isinstance(item, ValueItem) else None
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    return {name: ValueItem(child) for name, child in value.items()} if isinstance(value, Mapping) else {}
-
-
 def _in_words(sizes: list[int]) -> str:
     return f"{len(sizes)} groups of {', '.join(map(str, sizes[:10]))}{' ...' if len(sizes) > 10 else ''} parameters"
 
@@ -381,7 +370,7 @@ def compare_groups(
 
 
 def check_shapes(draft: RestoreDraft, optimizer: torch.optim.Optimizer, match: Match, item: Item, path: Path) -> None:
-    """What torch's optimizers have of each parameter's shape must have it: an optimizer without state takes any."""
+    """Note a fault where state of a parameter's shape has another one: an optimizer without state would take it."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     state = children(children(item).get(STATE)) if is_torchs else {}
     for key, stored in match.stored.items():
@@ -397,7 +386,7 @@ def check_shapes(draft: RestoreDraft, optimizer: torch.optim.Optimizer, match: M
 
 
 def completed(built: Any, own: Mapping[Any, Any], missing: Iterable[str], foreign: Iterable[str]) -> Any:
-    """What is about to be loaded, with what the commit lacks as it is and without what is foreign."""
+    """`built`, which is about to be loaded, without what is `foreign` and with the `missing` parts of `own`."""
     left_out = set(foreign)
     kept = {name: value for name, value in built.items() if name not in left_out}
     return kept | {name: own[name] for name in missing}
@@ -426,7 +415,7 @@ def write_checked(adapter: NamedOptimizer, state: Mapping[str, Any], path: Path)
 
 
 def _altered(given: Any, found: Any, path: Path) -> str:
-    """What is not as it was given, in words; empty if nothing is. To have more than one was given is no alteration.
+    """The first difference of `found` from `given`, in words; empty if there is none. More than was given is none.
 
     Tensors are looked at where a class has copied them; on another device by dtype and shape.
     """

@@ -68,11 +68,10 @@ from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.tensors import DTYPE_NAMES, PLAIN_TENSORS, is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
 from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names, rng_item
-from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, describe, may_fill_array
+from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, children, describe, may_fill_array
 from cas_ckpt.training.restore.materialize import Builder, constant, container_builder
 from cas_ckpt.training.restore.optimizers import (
     check_shapes,
-    children,
     compare_groups,
     completed,
     match_optimizer,
@@ -96,7 +95,7 @@ _SEQUENCES = ("list", "tuple")
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """What a restore will do.
+    """A restore that was planned: copies to make, and how to finish.
 
     Attributes:
         copies: Path, stored tensor and target of everything that is read; each memory once.

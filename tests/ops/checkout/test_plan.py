@@ -14,8 +14,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.index.schema import PLAN_RANKS, PLANS
+from cas_ckpt.layout.holdings import PLANNER_VERSION
 from cas_ckpt.layout.plan_summary import PlanSummary
-from cas_ckpt.layout.target_layout import PLANNER_VERSION, TargetLayout, parse_layout
+from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, TensorItem
 from cas_ckpt.ops.checkout.plan import (

@@ -14,7 +14,7 @@ import torch
 
 from cas_ckpt import CommitOptions, Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingError, TooLargeError
-from cas_ckpt.training.background import lazy, staged, step_hook
+from cas_ckpt.training.background import lazy, staged
 from cas_ckpt.training.background.staged import Snapshot
 from cas_ckpt.transfer import staging
 from tests.meddling import held_elsewhere
@@ -33,7 +33,7 @@ def repo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
     monkeypatch.setattr(staging, "GRANULE_BYTES", 4096)  # small states that do not fit their staging memory
     with new_repo() as made:
         yield made
-    assert not step_hook._held
+    assert not lazy._held
 
 
 def root_of(training: Training) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from cas_ckpt import CommitOptions, PendingCommit, Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError
-from cas_ckpt.training.background import lazy, step_hook
+from cas_ckpt.training.background import lazy
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
 from cas_ckpt.transfer import staging
 from tests.training.background.loops import KINDS, Training
@@ -194,7 +194,7 @@ class Walk:
                 published.append(each.pending.result().id)
         found = [commit.id for commit in self.repo.log()][::-1]
         assert [one for one in found if one in published] == published
-        assert not step_hook._held
+        assert not lazy._held
 
 
 MOVES = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from cas_ckpt import StateDict
-from cas_ckpt.training.background.trained_memory import TrainedMemory
+from cas_ckpt.training.background.changes import TrainedMemory
 from cas_ckpt.training.stateful import with_names
 
 

@@ -13,9 +13,9 @@ import torch
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.capture import tensors
 from cas_ckpt.training.capture.tensors import CopiedTensor
-from cas_ckpt.training.device import together
+from cas_ckpt.training.device import copies
 from cas_ckpt.training.device.copies import on_own_stream
-from cas_ckpt.training.device.trust import HASHERS, DeviceHasher
+from cas_ckpt.training.device.hasher import HASHERS, DeviceHasher
 from tests.training.device.hashing import CPU
 
 
@@ -36,8 +36,8 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Box]]:
         found.append(box)
         return read(self, box)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(CopiedTensor, "read", counted)
+    with monkeypatch.context() as patched:
+        patched.setattr(CopiedTensor, "read", counted)
         yield found
 
 
@@ -52,9 +52,9 @@ def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device
             yield
         found.append(device)
 
-    with monkeypatch.context() as patch:
-        for module in (tensors, together):
-            patch.setattr(module, "on_own_stream", counted)
+    with monkeypatch.context() as patched:
+        for module in (tensors, copies):
+            patched.setattr(module, "on_own_stream", counted)
         yield found
 
 

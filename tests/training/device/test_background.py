@@ -10,7 +10,7 @@ import torch
 from cas_ckpt import Repository, errors, limits
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.training.capture.tensors import CopiedTensor
-from cas_ckpt.training.device import trust
+from cas_ckpt.training.device import hasher
 from tests.training.device.hashing import random_tensor
 from tests.training.device.host_kernels import Launches
 from tests.training.device.paths import hashed_on_device, same_bits
@@ -27,7 +27,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[Box]:
         copy_into(self, box, target)
 
     monkeypatch.setattr(CopiedTensor, "copy_into", counted)
-    monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+    monkeypatch.setattr(hasher, "AUDIT_SHARE", 0)
     return found
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cas_ckpt import Repository, errors
-from cas_ckpt.training.device import trust
-from cas_ckpt.training.device.trust import HASHERS, DeviceHasher
+from cas_ckpt.training.device import hasher
+from cas_ckpt.training.device.hasher import HASHERS, DeviceHasher
 from cas_ckpt.transfer import save
 from tests.training.device.hashing import CPU, random_tensor
 from tests.training.device.host_kernels import Launches
@@ -58,7 +58,7 @@ def test_the_same_state_has_the_same_id_whoever_hashes() -> None:
 
 def test_what_is_unchanged_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with hashed_on_device(Launches()), Repository.init("memory://unread") as repo:
-        monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+        monkeypatch.setattr(hasher, "AUDIT_SHARE", 0)
         matrix = random_tensor(torch.float32, 2048, 2048)  # 16 MB
         repo.commit({"matrix": matrix, "other": random_tensor(torch.float32, 9000)}, message="first")
         repo.commit({"matrix": matrix}, message="the device is looked at")
@@ -72,7 +72,7 @@ def test_what_is_unchanged_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shards_are_hashed_on_their_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+    monkeypatch.setattr(hasher, "AUDIT_SHARE", 0)
     local = random_tensor(torch.float32, 96, 700)
     with hashed_on_device(Launches()), fake_world(0, 1), Repository.init("memory://shards") as repo:
         sharded = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -85,7 +85,7 @@ def test_shards_are_hashed_on_their_device_too(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_new_is_named_by_the_bytes_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with hashed_on_device(Launches()) as kernels, Repository.init("memory://written") as repo:
-        monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+        monkeypatch.setattr(hasher, "AUDIT_SHARE", 0)
         first = random_tensor(torch.float32, 9000)
         repo.commit({"x": first}, message="first")
         repo.commit({"x": first}, message="the device is looked at")
@@ -145,7 +145,7 @@ def test_memory_that_is_short_for_once_is_no_reason_to_give_up(caplog: pytest.Lo
 def test_a_device_that_goes_wrong_later_fails_the_commit_and_is_not_asked_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trust, "AUDIT_SHARE", 1)
+    monkeypatch.setattr(hasher, "AUDIT_SHARE", 1)
     with hashed_on_device(Launches()) as kernels, Repository.init("memory://later") as repo:
         tensor = random_tensor(torch.float32, 9000)
         first = repo.commit({"x": tensor}, message="first")

@@ -10,7 +10,7 @@ import torch
 from cas_ckpt import Repository
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Grid
-from cas_ckpt.training.device import trust
+from cas_ckpt.training.device import hasher as module
 from cas_ckpt.training.device.hasher import Hasher
 from tests.training.device.hashing import CPU, answers, expected, one_cell, random_tensor, request
 from tests.training.device.interpreted import interpreted_kernels, lowered
@@ -50,7 +50,7 @@ def test_cells_that_are_rows_of_a_matrix_are_hashed_where_they_are() -> None:
 
 def test_a_state_that_the_kernels_hashed_is_committed_unread_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"weight": random_tensor(torch.float32, 64, 512), "bias": random_tensor(torch.float16, 777)}
-    monkeypatch.setattr(trust, "AUDIT_SHARE", 0)
+    monkeypatch.setattr(module, "AUDIT_SHARE", 0)
     with Repository.init("memory://interpreted") as repo:
         on_host = repo.commit(state).root
         with hashed_on_device(interpreted_kernels()):

@@ -13,8 +13,8 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.training.capture.tensors import CopiedTensor, host_bits, spec_of
-from cas_ckpt.training.device import together
-from cas_ckpt.training.device.together import BATCH_BYTES, SMALL_BYTES, Batches
+from cas_ckpt.training.device import copies
+from cas_ckpt.training.device.copies import BATCH_BYTES, SMALL_BYTES, Batches
 from tests.training.device.hashing import dtypes, random_bytes, random_tensor
 from tests.training.device.host_kernels import Launches
 from tests.training.device.paths import counted_waits, hashed_on_device, same_bits
@@ -57,10 +57,10 @@ def test_a_device_that_is_short_of_memory_packs_fewer_at_a_time(monkeypatch: pyt
         return cat(pieces)
 
     made = sources(tensors())
-    monkeypatch.setattr(together.torch, "cat", tight)
+    monkeypatch.setattr(copies.torch, "cat", tight)
     check(made)
     assert packed and len(packed) < len(made)
-    monkeypatch.setattr(together.torch, "cat", lambda _: tight([torch.empty(2001)]))
+    monkeypatch.setattr(copies.torch, "cat", lambda _: tight([torch.empty(2001)]))
     check(sources(tensors()))
 
 
