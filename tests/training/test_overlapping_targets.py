@@ -160,6 +160,15 @@ def test_many_targets_in_one_buffer_take_no_comparison_of_pairs(kind: str, monke
     assert not list(overlapping([each for view in views for each in memory_of_tensor(view, kind)]))
 
 
+def test_an_expanded_view_takes_the_memory_of_its_element_alone() -> None:
+    buffer = torch.zeros(9)
+    views = {"expanded": buffer[4:5].expand(5, 3), "even": buffer[::2], "odd": buffer[1::2], "rest": buffer[5:]}
+    pairs = overlapping([each for name, view in views.items() for each in memory_of_tensor(view, name)])
+    assert {frozenset(each.name for each in pair) for pair in pairs} == {
+        frozenset({"even", "expanded"}), frozenset({"even", "rest"}), frozenset({"odd", "rest"}),
+    }  # fmt: skip
+
+
 def test_each_of_many_windows_that_overlap_is_found_without_all_their_pairs() -> None:
     buffer = torch.zeros(20_000)
     windows = [buffer[at : at + 9_000] for at in range(1_000)]

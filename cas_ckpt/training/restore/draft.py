@@ -417,7 +417,7 @@ def _form(shape: tuple[int, ...], stride: tuple[int, ...], unit: int, item_bytes
     """Of elements that are `stride` times `unit` bytes apart; `reading` says how their bytes are read."""
     axes = tuple((step * unit, size) for step, size in zip(stride, shape, strict=True) if size > 1)
     before = -sum(step * (size - 1) for step, size in axes if step < 0)
-    dims = tuple((abs(step), size) for step, size in axes)
+    dims = tuple((abs(step), size) for step, size in axes if step)
     extent = sum(step * (size - 1) for step, size in dims) + item_bytes
     order = (tuple(shape), axes, item_bytes, reading)
     if extent == prod(size for _, size in dims) * item_bytes:
