@@ -94,7 +94,7 @@ MOVES: list[Callable[[torch.Tensor], torch.Tensor]] = [copied, strided, transpos
 def array_moves(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     wide = np.zeros((*array.shape, 2), array.dtype)
     wide[..., 1] = array
-    return [array.copy(), np.asfortranarray(array), wide[..., 1], np.require(array, requirements=[])]
+    return [array.copy(), array.copy(order="F"), wide[..., 1], np.require(array, requirements=[])]
 
 
 class Rearranger:
