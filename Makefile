@@ -17,7 +17,7 @@ ARGS ?=
 # are killed or late. 0: this one alone, as a debugger needs it.
 JOBS ?= 3
 # What `make test-fast` runs: the rooms that all others rest on.
-FAST := $(addprefix tests/,objects layout storage transfer index core repository)
+FAST := $(addprefix tests/,objects layout storage parallel transfer index core repository)
 
 # What `make search` runs: what hypothesis searches, or asks tests/searches.py how often to try.
 SEARCHED := $(shell grep -rlE --include=test_*.py '(tests.searches|hypothesis[a-z.]*) import' tests)

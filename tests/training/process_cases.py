@@ -20,8 +20,8 @@ from cas_ckpt.repository.opened import AUTO, Ranks
 from cas_ckpt.training import connections
 from cas_ckpt.training.connections import Connections, ConnectionsLost
 from cas_ckpt.training.process_group import GroupPeers
+from tests.parallel.conformance import CHECKS, FAILURE_CHECKS, answers, name_of
 from tests.ranks import die, hold
-from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, answers, name_of
 
 Told = tuple[str, tuple[int, ...], float]
 

@@ -13,9 +13,9 @@ from cas_ckpt.clock import monotonic_s
 from cas_ckpt.training.connections import Connections, ConnectionsLost
 from cas_ckpt.training.process_group import GroupPeers
 from tests.interrupts import interrupted, places_in, told
+from tests.parallel.conformance import CHECKS, FAILURE_CHECKS, name_of
 from tests.ranks import results, run_processes
 from tests.repository.test_signals import handled
-from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, name_of
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.training.per_rank import RNGState
-from tests.ops.files.trainer_folders import accelerate_rng, trainer_rng
+from tests.formats.trainer_folders import accelerate_rng, trainer_rng
 from tests.training.roundtrip import checkout, commit
 
 NUMPY_KINDS = [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]

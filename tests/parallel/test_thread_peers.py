@@ -8,8 +8,8 @@ import pytest
 
 from cas_ckpt.errors import InvalidInputError, PeerError
 from cas_ckpt.parallel.peers import Peers, SoloPeers, collective_errors, report_instead
+from tests.parallel.conformance import CHECKS, FAILURE_CHECKS, Check, answers, name_of
 from tests.thread_peers import run_ranks, thread_world
-from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, Check, answers, name_of
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)

@@ -16,7 +16,7 @@ from cas_ckpt.formats.dcp_import import folder_tree
 from cas_ckpt.objects.spec import Box, grid_for
 from cas_ckpt.objects.state import TensorItem, walk
 from cas_ckpt.ops.commit.save import measure
-from tests.dcp.folder.dcp_folders import save_boxes, save_folder
+from tests.formats.dcp_folders import save_boxes, save_folder
 
 NUM_BYTES = 288 * 1024 * 1024
 ALLOWED_BYTES = 220 * 1024 * 1024

@@ -25,7 +25,7 @@ from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.verbs import load_state
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
-from tests.ops.files.import_files import (
+from tests.formats.import_files import (
     assert_refused,
     claim,
     container_id,

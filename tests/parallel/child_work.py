@@ -14,7 +14,7 @@ import numpy as np
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.parallel.child_process import ChildProcess, Served, serve
 
-ENTRY = "tests.transfer.child_work:main"
+ENTRY = "tests.parallel.child_work:main"
 
 
 def main(descriptor: int, parent: int) -> None:

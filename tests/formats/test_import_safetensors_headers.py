@@ -19,7 +19,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.formats.folders import InputFile
 from cas_ckpt.formats.safetensors import DTYPES, MAX_HEADER_BYTES, encode_header, ranked, read_header
 from tests.builders import numbers, stored_arrays
-from tests.ops.files.import_files import assert_refused, claim, raw_file, try_import
+from tests.formats.import_files import assert_refused, claim, raw_file, try_import
 
 GOOD = claim("F32", [2], 0, 8)
 

@@ -23,8 +23,8 @@ from cas_ckpt.errors import ConflictError, InternalError, InvalidInputError, Sto
 from cas_ckpt.parallel import child_process
 from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess
 from tests.no_threads import no_thread_can_be_started
+from tests.parallel.child_work import ENTRY, do_open_terminal, parent_of_one
 from tests.processes import PIPE, Forked, is_gone
-from tests.transfer.child_work import ENTRY, do_open_terminal, parent_of_one
 
 PR_SET_CHILD_SUBREAPER = 36
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -177,8 +177,8 @@ def test_what_is_told_while_something_is_pickled_does_not_wait_for_it(child: Chi
 
 
 def test_a_child_that_cannot_start_is_an_error_in_time() -> None:
-    child = ChildProcess("tests.transfer.nothing_there:main")
-    with pytest.raises(ChildEnded, match="No module named 'tests.transfer.nothing_there'"):
+    child = ChildProcess("tests.parallel.nothing_there:main")
+    with pytest.raises(ChildEnded, match="No module named 'tests.parallel.nothing_there'"):
         run(child, "ask", 1)
     child.close()
 
@@ -325,7 +325,7 @@ def test_the_program_of_the_parent_is_not_run_again(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from cas_ckpt.parallel.child_process import ChildProcess\n"
         "held = os.open('/dev/zero', os.O_RDONLY); os.set_inheritable(held, True)\n"
-        "child = ChildProcess('tests.transfer.child_work:main')\n"
+        "child = ChildProcess('tests.parallel.child_work:main')\n"
         "ask = dict(answer=print, note=print)\n"
         "print(any(name.startswith('torch') for name in child.run(['imported'], **ask)))\n"
         "print('/dev/zero' in child.run(['fds'], **ask))\n"
@@ -342,5 +342,5 @@ def test_a_keeper_that_no_thread_can_be_started_for_is_an_error_and_leaves_nothi
     before = set(os.listdir("/proc/self/fd"))
     refused = pytest.raises(StorageError, match="no worker process can be started: can't start")
     with no_thread_can_be_started("cas-ckpt-keeper"), refused:
-        ChildProcess("tests.transfer.child_work:main")
+        ChildProcess("tests.parallel.child_work:main")
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.files.import_files import claim, raw_file
+from tests.formats.import_files import claim, raw_file
 
 NUM_BYTES = 320 * 1024 * 1024
 ALLOWED_BYTES = 200 * 1024 * 1024

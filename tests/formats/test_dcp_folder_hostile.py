@@ -31,8 +31,8 @@ from cas_ckpt.formats.verbs import import_any
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.stored_zip import Member
-from tests.dcp.folder.dcp_folders import change_metadata, move_item, read_metadata, save_boxes, save_folder
-from tests.ops.files.import_files import assert_refused, import_file, try_import
+from tests.formats.dcp_folders import change_metadata, move_item, read_metadata, save_boxes, save_folder
+from tests.formats.import_files import assert_refused, import_file, try_import
 from tests.searches import tries
 
 RAN = Path("/tmp/cas-ckpt-test-this-must-never-exist")

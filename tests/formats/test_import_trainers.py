@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from cas_ckpt import ImportInfo, ImportOptions, LeftOut, Repository, RNGState
 from cas_ckpt.errors import InvalidInputError, MismatchError
 from tests.cli.running import call
-from tests.ops.files.trainer_folders import accelerate_folder, accelerate_rng, trainer_folder, trainer_rng
+from tests.formats.trainer_folders import accelerate_folder, accelerate_rng, trainer_folder, trainer_rng
 
 
 @pytest.fixture

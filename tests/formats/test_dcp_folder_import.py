@@ -36,8 +36,8 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.verbs import load_state
-from tests.dcp.folder.dcp_folders import save_boxes, save_by_ranks, save_folder, training_state
-from tests.ops.files.import_files import import_file
+from tests.formats.dcp_folders import save_boxes, save_by_ranks, save_folder, training_state
+from tests.formats.import_files import import_file
 from tests.searches import tries
 
 

@@ -33,7 +33,7 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.verbs import load_state
 from tests.builders import new_repository
-from tests.ops.files.import_files import assert_refused, container_id, import_file, try_import, write_index
+from tests.formats.import_files import assert_refused, container_id, import_file, try_import, write_index
 from tests.searches import tries
 
 

@@ -34,7 +34,7 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
 from tests.builders import new_repository
-from tests.ops.files.import_files import import_file, sharded_folder
+from tests.formats.import_files import import_file, sharded_folder
 
 
 @pytest.fixture

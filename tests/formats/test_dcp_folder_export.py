@@ -30,8 +30,8 @@ from cas_ckpt.memory import limits
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
-from tests.dcp.folder.dcp_folders import quietly, read_metadata, save_folder, training_state
-from tests.ops.files.import_files import import_file
+from tests.formats.dcp_folders import quietly, read_metadata, save_folder, training_state
+from tests.formats.import_files import import_file
 
 
 @pytest.fixture
