@@ -157,7 +157,7 @@ def test_bad_calls_are_usage_errors(place: Path) -> None:
     fails(2, "wanted NAME=NUMBER", "-C", place, "import", "x.pt", "--metric", "loss")
     fails(2, "is not a size", "-C", place, "export", "main", "out", "--max-shard-size", "big")
     fails(2, "holds no credentials", "-C", "gs://key@bucket/x", "log")
-    fails(2, "encoding 'gzip'", "init", place.parent / "new", "--encoding", "gzip")
+    fails(2, "encoding is 'gzip'", "init", place.parent / "new", "--encoding", "gzip")
 
 
 def test_control_characters_of_an_argument_do_not_reach_the_terminal(place: Path) -> None:
