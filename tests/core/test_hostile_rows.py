@@ -15,6 +15,8 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import entries, tree_diff
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node, decode_tensor, decode_tree, make_node
+from cas_ckpt.ops.fsck.check import check_url
+from cas_ckpt.ops.fsck.report import ProblemKind
 from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository
 
@@ -47,7 +49,9 @@ def in_pages(*pages: tuple[str, Node]) -> Node:
     ],
     ids=["no dtype", "no dtype of a chunk", "no kind", "a map of entries", "a text of entries"],
 )
-def test_what_no_version_writes_is_not_decoded_and_its_pack_is_left_out(tmp_path: Path, malformed: Node) -> None:
+def test_what_no_version_writes_is_not_decoded_and_its_pack_is_left_out_and_reported(
+    tmp_path: Path, malformed: Node
+) -> None:
     with pytest.raises(CorruptionError):
         decode_tree(malformed.data)
     repo = new_repository(tmp_path / "repo")
@@ -56,6 +60,7 @@ def test_what_no_version_writes_is_not_decoded_and_its_pack_is_left_out(tmp_path
     assert len(repo.damaged) == 1
     assert commit(repo, {"x": 1}).stats.num_entries == 1
     repo.close()
+    assert [problem.kind for problem in check_url(tmp_path / "repo").problems] == [ProblemKind.ENTRIES]
 
 
 def test_a_tensor_without_a_dtype_is_not_decoded() -> None:
