@@ -289,6 +289,19 @@ def test_a_damaged_page_of_what_the_index_remembers_of_refs_is_reported_and_repa
     assert check(repo).ok
 
 
+def test_the_index_of_another_repository_is_reported_and_a_new_one_takes_nothing_over(
+    repo: Path, tmp_path: Path
+) -> None:
+    other = new_repository(tmp_path / "other")
+    commit(other, {"w": numbers(10, 10)}, branch="theirs")
+    other.close()
+    index_file(repo).write_bytes(index_file(tmp_path / "other").read_bytes())
+    report = check(repo)
+    assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
+    assert repair_as_told(repo, report).ok
+    assert check(repo).ok
+
+
 def test_a_name_that_no_ref_can_have_in_the_index_is_reported_and_repaired(repo: Path) -> None:
     with sqlite3.connect(index_file(repo)) as raw:
         raw.execute("UPDATE t_refs SET name = replace(name, 'heads', '`eads')")
