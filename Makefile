@@ -8,6 +8,7 @@
 #   make soak    tests that take minutes: a simulated year, a hundred thousand schedules
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 #   make newest  the test suite with a newer torch than that of `make test`
+#   make docs    docs/ as a site with search, the reference from docstrings, into build/site; warnings are errors
 #   make check-native  the native core by itself, under sanitizers, against what is plainly right; needs a C compiler
 
 PYTHON ?= python3
@@ -35,13 +36,14 @@ VENV := .venv
 BENCH := .venv-bench
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+DOCS := .venv-docs
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-pure search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest wheel clean
+.PHONY: help demo test test-fast test-pure search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest docs wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,12p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,13p
 
 demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
@@ -84,11 +86,15 @@ oldest: $(OLDEST)/$(STAMP)
 newest: $(NEWEST)/$(STAMP)
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
+# By a file of its own list: nothing of cas_ckpt is imported, and `make test` installs nothing of this.
+docs: $(DOCS)/$(STAMP)
+	PATH=$(DOCS)/bin:$$PATH $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
 wheel: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) $(DOCS) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The core and BLAKE3 without Python, compared with the plain way by tests/native/fuzz.c; ARGS: seconds.
 BLAKE3 := $(addprefix native/blake3/blake3,.c _dispatch.c _portable.c)
@@ -135,6 +141,11 @@ $(NEWEST)/requirements.txt: requirements-newest.txt requirements-dev.txt
 
 $(NEWEST)/$(STAMP): $(NEWEST)/requirements.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
+
+$(DOCS)/$(STAMP): requirements-docs.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 $(BENCH)/$(STAMP): benchmarks/requirements.txt requirements-build.txt $(BUILT_FROM)
 	$(install)

@@ -85,7 +85,9 @@ def limits(
     *, max_entries: int | None = None, max_bytes: int | None = None, max_refs: int | None = None,
     memory_bytes: int | None = None, num_threads: int | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Other limits for the calls inside, in this thread and in those that work for them.
+    """Other limits for the calls inside, in this thread and in the threads and worker processes that work for them.
+
+    They hold for commits in the background that are begun there, too.
 
         with cas_ckpt.limits(memory_bytes=10**9, num_threads=4):
             repo.commit(state)

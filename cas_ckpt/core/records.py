@@ -91,6 +91,8 @@ PARTLY_FROM = "partly-from"
 class Lineage:
     """Origins of a state, beyond the parents of its commit.
 
+    Lineage keeps nothing from being collected: pin what must stay.
+
     Attributes:
         kind: "fine-tune-of", "quantized-from", "merged-from", or any other word of small letters,
             digits and "-".

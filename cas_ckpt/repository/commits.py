@@ -39,13 +39,21 @@ class CommitVerbs(Opened):
 
     @translates_memory_errors
     def ls(self, ref: Revision = "HEAD", keys: Keys = None) -> list[ListedEntry]:
-        """The entries of the commit: key, kind, dtype, shape, bytes."""
+        """The entries of the commit: key, kind, dtype, shape, bytes.
+
+        Raises:
+            NotFoundError: no entry matches a pattern.
+        """
         from cas_ckpt.ops.history.find import list_commit
 
         return list_commit(self._handle, ref, keys=keys)
 
     def entry(self, ref: Revision, key: str) -> ListedEntry:
-        """The entry of one key; a container has the bytes of all tensors below it."""
+        """The entry of one key; a container has the bytes of all tensors below it.
+
+        Raises:
+            NotFoundError: no such key.
+        """
         from cas_ckpt.ops.history.find import list_one
 
         return list_one(self._handle, ref, key)
@@ -59,6 +67,8 @@ class CommitVerbs(Opened):
             keys: Only entries that match.
             rank: Only what this rank held; `ShardRow.replica` says which replica that is.
         Raises:
+            CorruptionError: the layout does not fit the entry. TooLargeError: more regions of one entry than
+            `cas_ckpt.limits` allow.
             NotFoundError: no entry matches a pattern; or, while rows come, the commit does not say who held an entry.
             InvalidInputError: the commit is not by so many ranks.
         """
@@ -83,16 +93,22 @@ class CommitVerbs(Opened):
     ) -> list[FoundEntry]:
         """Entries in all of history, each content under a key once, with the first and last commit that has it.
 
+        All conditions must hold. A row is what several commits have under one key, content and all, with the first and
+        the last commit that have it (in the order of `log`, from its end) and how many have it; rows come by key in the
+        order of names. An entry is what `ls` shows: a sparse tensor is found by its own shape, not by those of its
+        parts, and plain values have neither dtype nor shape.
+
         Args:
             keys: Only entries that match.
-            dtype: Only tensors of this dtype: "bfloat16", "bf16", torch.bfloat16, or a pattern: "float8_*".
+            dtype: Only tensors of this dtype: a name as torch, safetensors or commits write it ("bfloat16", "bf16"), a
+                dtype of torch or NumPy, or a pattern ("float8_*").
             shape: Only tensors of this shape: (4096, None), "4096,*", "...,64"; None and * are any size, ... any
                 number of dimensions.
             min_bytes, max_bytes: Only entries of so many plain bytes, both included.
             object_id: Only what is this chunk or tensor, or holds it: at least four digits of its id.
             ref: Only in commits that this leads to; all that a branch, tag or pin leads to, if not given.
                 Forgotten commits are left out.
-            at: Only in this commit (or these), and in nothing that it leads to.
+            at: Only in this commit (or these), and in nothing that it leads to; without other conditions on commits.
             world_size, axes: Only in commits of such a layout, as in `log`.
             limit: At most so many entries, the first by key.
         Raises:
@@ -218,6 +234,7 @@ class CommitVerbs(Opened):
         """The hexadecimal id of the commit that `ref` names.
 
         Raises:
+            NotFoundError: nothing is called so.
             AmbiguousIdError: several ids begin like this.
         """
         from cas_ckpt.core.revisions import resolve
@@ -265,8 +282,9 @@ class CommitVerbs(Opened):
 
         Args:
             what: A revision (commits of its own history do not count), a state as for `commit`, or the
-                path (a `Path`) of a file or folder as for `import_file`. A sample of it is compared, nothing is
-                written; of a state, tensors that are divided over ranks are left out.
+                path (a `Path`) of a file or folder as for `import_file`. A sample of it is compared, of a
+                commit from the index alone, of a state or file it is hashed; nothing is written; of a state, tensors
+                that are divided over ranks are left out.
         """
         from cas_ckpt.ops.history.lineage import nearest_to_commit, nearest_to_state
 
@@ -323,16 +341,20 @@ class CommitVerbs(Opened):
     ) -> SqlResult:  # fmt: skip
         """The answer to one SQL query over the views of the index, which docs/sql.md describes. Read-only.
 
-        repo.sql("SELECT key, num_bytes FROM refs JOIN entries USING (commit_no) WHERE name = :ref", ref="main")
+        The answer is iterated over, counted and indexed as its rows are.
+
+            repo.sql("SELECT key, num_bytes FROM refs JOIN entries USING (commit_no) WHERE name = :ref", ref="main")
 
         Args:
             query: In the dialect of the database: SQLite, or PostgreSQL where `index_url` says so.
             parameters: Name -> value of every `:name` in it; those of other names than `max_rows` and the like may
                 be given by name instead.
-            max_rows, max_bytes: Of the answer; of values their length, 8 bytes of a number.
+            max_rows: Of the answer.
+            max_bytes: Of the answer: 8 of each value, and of texts, bytes and long integers their length.
             timeout_s: How long the database may work.
         Raises:
-            InvalidInputError: it is not one query, changes something, or names what there is not; the database's words.
+            InvalidInputError: it is not one query, changes something, or names what there is not, in the database's
+            words; a parameter that is missing, or not in it.
             TooLargeError: more rows, bytes or time; never fewer rows than there are.
         """
         from cas_ckpt.index.query import QueryLimits
@@ -382,8 +404,11 @@ class CommitVerbs(Opened):
     ) -> list[PlanReport]:
         """How `ref` would be restored into each of several targets, the one that takes the least time first.
 
+        Which is the best is asked of the index; each target is there once.
+
         Args:
-            targets: As for `plan`, which is done for those that have no plan yet. None: those that have one.
+            targets: As for `plan`, which is done for those that have no plan yet, and kept. None: those that have one.
+                Not collective.
             most_ranks: Leave out targets of more ranks: which mesh that fits 384 GPUs restores this commit cheapest?
             shapes, storage_bandwidth, network_bandwidth: See `plan`.
         Raises:

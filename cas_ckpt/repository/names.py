@@ -23,6 +23,8 @@ class NameVerbs(Opened):
     def branch(self, name: str, *, start: Revision = "HEAD", force: bool = False) -> str:
         """Make the branch `name` at the commit `start`; that commit's id.
 
+        Args:
+            force: Move a branch of that name that exists already.
         Raises:
             ConflictError: the name is taken (and `force` does not say to move the branch).
         """
@@ -41,8 +43,12 @@ class NameVerbs(Opened):
 
         An object that has neither checked out nor committed anything is on it then.
 
+        Others see it when they are opened, also on hosts that have the former one in their cache. The former default
+        branch is a branch like others.
+
         Raises:
-            NotFoundError: there is no such branch.
+            NotFoundError: there is no such branch, or it has no commits. ConflictError: somebody else changed it at
+            this moment.
         """
         from cas_ckpt.ops.refs import set_default_branch
 
@@ -52,7 +58,8 @@ class NameVerbs(Opened):
         """Delete the branch; the id that it named. Its commits stay until they are collected.
 
         Args:
-            force: Also if it alone leads to commits, or a tier does not have them yet.
+            force: Also if it alone leads to commits, or a tier does not have them yet; they are not pushed any more
+                then.
         Raises:
             InvalidInputError: it is the default branch. ConflictError: it leads to what a tier does not have yet, or to
                 commits that no other branch, tag, pin or branch of a remote leads to.
@@ -109,7 +116,11 @@ class NameVerbs(Opened):
         return tag_messages(self._handle)
 
     def delete_tag(self, name: str) -> str:
-        """Delete the tag; the id that it named."""
+        """Delete the tag; the id that it named.
+
+        Raises:
+            NotFoundError: there is none.
+        """
         from cas_ckpt.ops.refs import delete_ref
 
         return delete_ref(self._handle, RefKind.TAG, name).hex()
@@ -155,7 +166,11 @@ class NameVerbs(Opened):
         return list_pins(self._handle)
 
     def unpin(self, name: str) -> str:
-        """Take the pin away; the id that it named."""
+        """Take the pin away; the id that it named.
+
+        Raises:
+            NotFoundError: there is none.
+        """
         from cas_ckpt.ops.refs import delete_pin
 
         return delete_pin(self._handle, name).hex()
@@ -188,13 +203,16 @@ class NameVerbs(Opened):
     ) -> VerifyReport:  # fmt: skip
         """Who signed the commit, and the tag that `ref` is; `ok` says whether somebody who is trusted did.
 
+        It raises nothing for a signature that is not good.
+
         Args:
             trust: The path of an allowed_signers file as git uses it, or of a public key; a public key as text; a list
                 of public keys or lines of such a file; or a `Trust`.
-            revoked: A file of public keys that count no more.
+            revoked: A file of keys that count no more: public keys, one a line, or a KRL.
             history: Every commit that it leads to has to be signed as well.
         Raises:
-            InvalidInputError: a line of `trust` that is not understood. StorageError: a file cannot be read.
+            InvalidInputError: a line of `trust` that is not understood, or ssh-keygen is not installed. StorageError: a
+            file cannot be read.
         """
         from cas_ckpt.ops.verify import verify_revision
         from cas_ckpt.signing import as_trust
@@ -225,6 +243,12 @@ class NameVerbs(Opened):
 
         Commits that are there already stay as they are. It keeps those who use cas_ckpt from mistakes; against those
         who can write to the store otherwise, readers have `trust=`.
+
+        Args:
+            branch: `main`, `release/*`; `*` matches `/` too. Of several patterns the first that was set counts.
+            trust: See `verify`.
+        Raises:
+            InvalidInputError: no pattern, or no key.
         """
         from cas_ckpt.core.signatures import set_signers
         from cas_ckpt.signing import as_trust

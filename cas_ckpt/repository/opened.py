@@ -196,7 +196,7 @@ class Opened(Uncopied):
         Args:
             url: A path or a URL, e.g. `s3://bucket/prefix`. A folder must be empty, or not there yet.
             default_branch: The branch that commits go to unless they say otherwise.
-            encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it. None: "auto", and
+            encoding: How new chunks are stored; ids do not depend on it. None: "auto", and
                 "planes" on object storage.
             pack_bytes: Length at which a data pack is closed. None: 512 MiB, and 128 MiB on object storage.
             single_writer: An object storage that ignores conditional writes will do. You see to it that one process at
@@ -251,10 +251,10 @@ class Opened(Uncopied):
         """The repository at `url`.
 
         Args:
-            index_url: Where the index is, if not inside the repository: a path, or a URL of
-                SQLAlchemy (e.g. of a PostgreSQL that a team shares).
+            index_url: Where the index is: a path, or `postgresql+psycopg://...` of a database that a team shares. None:
+                the database that the repository's settings name, else inside the repository or in the cache.
             create: Make an empty one if there is none. In a distributed job all ranks call it together then.
-            read_only: Write nothing, not even the index. None: where nothing may be written, as it is.
+            read_only: Write nothing, not even the index. None: decided by whether anything may be written.
             cache: A folder where this host keeps what it has read of repositories on stores that are not local, so
                 that the next look costs few requests; processes share it. "auto": `~/.cache/cas_ckpt`. None: nowhere,
                 the index is in memory then. It holds too for remotes that are pushed to and fetched from.
@@ -262,9 +262,11 @@ class Opened(Uncopied):
                 torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
                 None: this process alone.
             timeout_s: How long a rank waits for the others before it raises PeerError.
-            progress: Of what an index of an older version lacks, which the first question that needs it reads.
+            progress: Of the upgrade of an index that an older version made, which the first question that needs it
+                waits for; and of what is brought from a remote because it is missing here.
             trust: Whose signature a commit needs before `checkout`, `load`, `read` and `export` give its state: the
-                path of an allowed_signers file, public keys, or a `Trust`. See `verify`.
+                path of an allowed_signers file, public keys, or a `Trust`. See `verify`. None: they ask for none,
+                but of branches that take signed commits only.
             commit_options: What commits say and how they are made where a call has no `options`; the attribute
                 `commit_options` of the object, which may be changed.
         Raises:
@@ -329,8 +331,10 @@ class Opened(Uncopied):
             max_bandwidth: Bytes a second at most.
             cache: See `open`; of both.
         Raises:
-            ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
-            NotFoundError: there is no such branch. InvalidInputError: several may be meant.
+            ConflictError: something else is at `target`, a finished clone too. NoRepositoryError: there is none at
+            `url`.
+            NotFoundError: there is no such branch. InvalidInputError: the default branch there has
+            no commits, and several others have. Of the last three nothing is left at `target`.
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, clone
 
@@ -346,7 +350,7 @@ class Opened(Uncopied):
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no commit is pending, nor a save of `dcp.async_save` to this object; whether none is.
 
-        For a preempted job, before it ends.
+        For a preempted job, before it ends. What a save of DCP fails of is logged, and raised by its own future.
 
         Args:
             timeout_s: Wait no longer than this.
@@ -380,7 +384,9 @@ class Opened(Uncopied):
     def close(self) -> None:
         """Wait for pending commits, and for what `push_to=` left to be pushed; then release files and connections.
 
-        Idempotent. An interrupt (Ctrl-C) ends the wait alone: what is pending goes on, and nothing is released, until
+        Idempotent; afterwards every verb is refused. `with Repository.open(url) as repo:` calls it; while an error is
+        on its way out of the block it waits for commits, but not for pushes: the next process pushes what is missing
+        there. An interrupt (Ctrl-C) ends the wait alone: what is pending goes on, and nothing is released, until
         `close` is called again or the interpreter ends, which waits for commits.
 
         Raises:

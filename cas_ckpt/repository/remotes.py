@@ -41,10 +41,12 @@ class RemoteVerbs(Opened):
     ) -> SyncReport:
         """Send commits to another repository: what it lacks of them, then its refs move.
 
+        What goes is verified and stays as it is stored; each ref moves by one swap.
+
         Args:
             remote: A remote's name, a URL or a path; `origin`, if not given.
-            refs: Branches and tags, or `REVISION:BRANCH`, as git has them; if nothing is given, what the remote's
-                settings say, else the branch that is checked out.
+            refs: Branches and tags, or `REVISION:BRANCH`, `:BRANCH` (delete), with a `+` before it to force; if nothing
+                is given, what the remote's settings say, else the branch that is checked out.
             delete: Refs of the other repository that are to go, whatever they alone lead to, as with git; there
                 `undelete_branch` brings one back until its log expires. Its default branch stays.
             all_branches, tags: All branches, all tags.
@@ -84,6 +86,8 @@ class RemoteVerbs(Opened):
         progress: Progress | bool = False,
     ) -> SyncReport:
         """Bring the commits of a remote here; its branch `main` is `origin/main` here.
+
+        A tag that names another commit here is `rejected` in the report, as by git.
 
         Args:
             remote: Its name; `origin`, if not given. Of a URL, a path or a bundle that has no name here, one branch
@@ -130,7 +134,8 @@ class RemoteVerbs(Opened):
             remote: A remote's name, a URL, a path, or a bundle; `origin`, if not given.
             branch: Which; the one that is checked out, else the default branch, if not given.
             rebase: Where both sides have commits of their own, make those here anew on top of theirs: the same states,
-                messages, steps and metrics, without signatures. The first names in its lineage what it came from.
+                messages, steps, metrics and times, without signatures. The first names what it came from (lineage
+                `continued-from`); the former ones stay in the branch's log.
             tags: All (True), none (False), or those of commits that are here then.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
@@ -212,13 +217,17 @@ class RemoteVerbs(Opened):
         return push_pending(self._handle, remote, max_bandwidth=max_bandwidth, progress=shown(progress))
 
     def unpushed(self) -> dict[str, list[str]]:
-        """Tier -> ids of the commits of branches that it did not have when it was last asked."""
+        """Tier -> ids of commits of branches that it did not have when it was last asked; they cannot be forgotten."""
         from cas_ckpt.core.push_failures import unpushed
 
         return unpushed(self._handle)
 
     def push_failures(self) -> dict[str, PushFailure]:
-        """Tier that lacks commits -> when and why the last push of these failed, if it did."""
+        """Tier that lacks commits -> when and why the last push of these failed, if it did.
+
+        It failed in whichever process; `time_s` are seconds since 1970, `reason` is what the error said, without
+        passwords and keys. Tiers where the last push did not fail are left out.
+        """
         from cas_ckpt.core.push_failures import push_failures
 
         return push_failures(self._handle)
@@ -236,7 +245,10 @@ class RemoteVerbs(Opened):
         return named(self._handle, RefKind.REMOTE)
 
     def tracked_branches(self) -> dict[str, Tracked]:
-        """Branch -> how many commits it and the branch of the same name of `origin`, or of the only remote, lack."""
+        """Branch -> how many commits it and the branch of the same name of `origin`, or of the only remote, lack.
+
+        As they were when last asked: `remote_branch`, and how many commits the branch is `ahead` and `behind`.
+        """
         from cas_ckpt.ops.sync.remotes import tracked_branches
 
         return tracked_branches(self._handle)
@@ -261,6 +273,7 @@ class RemoteVerbs(Opened):
         """Let `name` mean the repository at `url`, which need not be there yet.
 
         Args:
+            name: Letters, digits, `.`, `_` and `-`.
             url: A path or URL without passwords or keys: those come from the environment of each user.
             fetch: Patterns of its branches that `fetch` brings; all, if none is given.
             push: Patterns of branches that `push` sends; the one that is checked out, if none is given.
@@ -289,7 +302,11 @@ class RemoteVerbs(Opened):
         """Change what is given of a remote, as for `add_remote`. Another filter counts for what comes from now on.
 
         Args:
-            url: Where it is; even the same one says that another repository than before may be there.
+            url: Where it is; even the same one says that another repository than before may be there. Else a remote
+                whose repository has another id than when it was first asked is refused by `push`, `fetch` and `pull`.
+            fetch, push, tier, promisor, filter: See `add_remote`; None: as before.
+        Raises:
+            NotFoundError: there is no such remote.
         """
         from cas_ckpt.core.settings import stored_url
         from cas_ckpt.ops.sync.remotes import set_remote
@@ -303,6 +320,7 @@ class RemoteVerbs(Opened):
         """Take the remote away, and its branches here; the other repository is not touched.
 
         Raises:
+            NotFoundError: there is no such remote.
             ConflictError: it promised chunks that are not here, and that commits need.
         """
         from cas_ckpt.ops.sync.remotes import remove_remote
@@ -313,6 +331,7 @@ class RemoteVerbs(Opened):
         """Give a remote, and its branches here, another name.
 
         Raises:
+            NotFoundError: there is no `old`.
             ConflictError: there is one of that name.
         """
         from cas_ckpt.ops.sync.remotes import rename_remote

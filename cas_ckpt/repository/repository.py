@@ -38,9 +38,9 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
     A revision is what people write for a commit: a branch or tag, at least four digits of an
     id, `HEAD` (what was checked out; of a fresh object the default branch), `step:3000`, with
     `~N` (N first parents back) or `^N` (N-th parent) behind it; a `CommitInfo` will do as well.
-    Every method raises only `CkptError`s; in general `NotFoundError` for revisions and keys that
-    are not there, `CorruptionError` for stored bytes that are not what was written,
-    `StorageError` when the medium refuses. The methods below name what comes on top.
+    Every method raises only `CkptError`s, but a `TypeError` for what Python itself refuses; in general
+    `NotFoundError` for revisions and keys that are not there, `CorruptionError` for stored bytes that are not
+    what was written, `StorageError` when the medium refuses. The methods below name what comes on top.
 
     An object follows one live state: `head` says where it came from, and `commit` goes on from there. Open
     another one for another state.
@@ -64,6 +64,9 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         all get the same commit.
 
         Args:
+            message: Text for people; None is the same as empty.
+            step: The training step.
+            metrics: Numbers by name; NaN and infinities too.
             state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
                 tensors and plain values. Nobody may change it during the call.
             branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
@@ -120,18 +123,22 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         `commit` or `commit_async` (as the cause of a BackgroundCommitError), or by `drain` or `close`.
 
         Args:
-            state: As for `commit`, as are all arguments that are not named here.
+            state: As for `commit`, as are all arguments that are not named here. It may change as soon as the call
+                returns. Tensors on a GPU are hashed there at the call, and what the last such commit stored of them is
+                not staged; nor is what is `frozen`, and known.
             snapshot: "copy": the state is copied while the call lasts. "lazy": parameters and optimizer state are
                 copied after it, while the next forward and backward run; the next step of an optimizer waits for
                 that. Who changes them otherwise calls `wait_staged` first: else the commit fails (StateChangedError).
             worker: "thread": the commit is made by a thread of this process. "process": by a process of its own, so
-                that this interpreter is free; one for each repository, on Linux. It ends with this process.
+                that hashing and encoding do not hold this interpreter; one for each repository, on Linux, and not for
+                `memory://`. It ends with this process.
         Raises:
             BackgroundCommitError: an earlier commit failed, and nobody has heard of it yet; nothing was begun.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
             InvalidInputError: an argument that cannot be read or stored.
             PermissionDeniedError: the repository was opened to be read.
-            Whatever else `commit` raises is raised by `result`, for only making the commit shows it.
+            What only making the commit shows is raised by `result`: a branch that may not be begun, a detached head,
+            `frozen` that matches nothing, a limit of memory that is too little, and whatever else `commit` raises.
         """
         self._refuse_inside("commit_async")
         background, peers = self._in_background(), self._ranks.background
@@ -268,6 +275,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
                 np.s_[0:10, -64:]. Only the leaves that it touches are read and verified.
             trust: See `load`.
         Raises:
+            NotFoundError: no such key.
             InvalidInputError: an integer outside the tensor, a step, or another kind of index.
         """
         from cas_ckpt.training.verbs import read_entry
@@ -347,11 +355,16 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
     ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
+        A process that is killed leaves nothing beside `path`, but for what comes after the first 200 files of one
+        export, or where the system has no files without names: those are in the making under names like
+        `.NAME.0123456789abcdef.tmp`. No later export removes them, as it cannot know that their writer is dead; delete
+        them when no export is running.
+
         Args:
             format: "safetensors", "torch" or "dcp" (a folder for torch.distributed.checkpoint);
                 by the end of the name if not given. A name without a known end becomes a
                 folder of safetensors, sharded and with its index.
-            max_shard_bytes: Length at which a file of a folder is closed.
+            max_shard_bytes: Length at which a file of a folder is closed; None: 5 GB.
             keys: Export only these.
             adapter: Write the adapter of a PeftModel that has this name, as a folder that PEFT opens. The commit has
                 its adapter_config.json under "files", as an import puts it there, or `path` has it already.

@@ -48,10 +48,13 @@ class UpkeepVerbs(Opened):
         collections_per_day: float = 1.0,
         keep_days: float | None = None,
     ) -> MonthlyCost:
-        """What a month of this run costs in a bucket: requests and bytes, from its own commits.
+        """What 30 days of this run cost in a bucket of S3 or Cloud Storage, from its own commits: requests and bytes.
 
         Args:
-            commits_per_day, restores_per_day, looks_per_day, collections_per_day: How often what is done.
+            commits_per_day: How often there is a commit.
+            restores_per_day: How often a whole state is restored.
+            looks_per_day: How often somebody asks `log`, `ls` and the like.
+            collections_per_day: How often there is a collection.
             keep_days: For how long commits keep their data; None: for good.
         Raises:
             NotFoundError: there is no commit yet. InvalidInputError: a number of another kind.
@@ -71,13 +74,14 @@ class UpkeepVerbs(Opened):
         self, by: UsageBy = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
         with_remotes: bool = False,
     ) -> list[UsageRow]:  # fmt: skip
-        """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype".
+        """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype" (the largest first).
 
         Args:
             ref: By commit: those it leads to (default: all). By tensor or dtype: the commit they are of.
             keys: By tensor or dtype: only these.
             limit: By commit: at most so many, the youngest.
-            with_remotes: By branch: what a remote-tracking branch leads to is shared with it.
+            with_remotes: By branch: what a remote-tracking branch (`origin/main`) leads to is shared with it, so that
+                it is not unique to a branch that was pushed.
         """
         from cas_ckpt.ops.history.usage import usage_rows
 
@@ -131,7 +135,8 @@ class UpkeepVerbs(Opened):
                 asked whether they have the commits, by refs and by the sizes of packs.
             progress: Of that collection.
         Raises:
-            InvalidInputError: neither rules nor revisions, both, or a revision that a ref names.
+            InvalidInputError: neither rules nor revisions, both, a revision that a ref names, or one that a tier is
+            to have and has not.
             ConflictError: refs were made faster than they could be looked at: try again.
         """
         from cas_ckpt.core.revisions import revision_texts

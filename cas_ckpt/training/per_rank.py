@@ -45,7 +45,8 @@ class RNGState:
 
     A checkout loads it after everything else, since loading other parts may draw numbers.
     CUDA generators are restored device by device; where the commit and this machine have
-    different numbers of devices, those in both are restored and a warning says so.
+    different numbers of devices, those in both are restored and a warning says so. It takes what an
+    import has of a Trainer or of Accelerate, too.
 
     Args:
         generators: More generators by name: `torch.Generator` or `numpy.random.Generator`.

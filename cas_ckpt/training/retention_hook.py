@@ -25,7 +25,7 @@ class KeepsPolicy(Protocol):
 
 
 class RetentionHook:
-    """Applies the policy of a repository after every so many commits.
+    """Applies the policy of a repository after every so many calls, on rank 0.
 
         hook = RetentionHook(repo, every_commits=20)
         for step, batch in enumerate(batches):
