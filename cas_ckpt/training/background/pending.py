@@ -28,6 +28,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import check_real
 from cas_ckpt.errors import (
     BackgroundCommitError,
     CancelledError,
@@ -126,7 +127,7 @@ class PendingCommit(Uncopied):
         Raises:
             InvalidInputError: in a process that was forked after the call.
         """
-        self._check_process()
+        self._check(timeout_s)
         snapshot = self._snapshot
         return self._wait(timeout_s) if snapshot is None else snapshot.wait_settled(timeout_s)
 
@@ -160,7 +161,7 @@ class PendingCommit(Uncopied):
         Raises:
             As `result`, but for what it failed of.
         """
-        self._check_process()
+        self._check(timeout_s)
         if not self.done() and self._is_worker():
             raise InvalidInputError(f"{self.what} waits for this very callback: ask for its result elsewhere")
         if not self._wait(timeout_s):
@@ -199,7 +200,7 @@ class PendingCommit(Uncopied):
         One that has begun is broken off at the next tensor; this waits for that. In a distributed job the commit
         fails on the other ranks (PeerError) once it is its turn.
         """
-        self._check_process()
+        self._check()
         snapshot = self._snapshot
         if self.done() or snapshot is None:
             return self.cancelled()
@@ -212,7 +213,9 @@ class PendingCommit(Uncopied):
         with self._changed:
             return self._changed.wait_for(self.done, timeout_s)
 
-    def _check_process(self) -> None:
+    def _check(self, timeout_s: float | None = None) -> None:
+        if timeout_s is not None:
+            check_real("timeout_s", timeout_s)
         if self._pid != os.getpid() and not self.done():
             raise InvalidInputError(
                 f"{self.what} is made by the process {self._pid}, from which this one was forked: ask there"

@@ -536,7 +536,7 @@ class ArrayView:
     open = read
 
     def to_bytes(self) -> bytes:
-        """See `whole_bytes`."""
+        """All elements in C order, copied."""
         return self.bits.tobytes()
 
     def done(self, box: Box, array: Array) -> None:
