@@ -102,7 +102,7 @@ def test_what_came_from_a_device_is_hashed_and_written_without_another_copy(monk
     with hashed_on_device(Launches()), Repository.init("memory://uncopied") as repo:
         tensor = random_tensor(torch.float32, 500, 700)
         with monkeypatch.context() as patch:
-            patch.setattr(save._Space, "take", copied)
+            patch.setattr(save.Buffers, "take", copied)
             first = repo.commit({"x": tensor.t()})
         assert same_bits(repo.load(first.id)["x"], tensor.t())
 
