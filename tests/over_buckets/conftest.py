@@ -48,7 +48,7 @@ def in_buckets(generations: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
     monkeypatch.setattr(create, "REMOTE_ENCODING", create.DEFAULT_ENCODING)  # tests know how long its packs are
     monkeypatch.setattr(url, "FileStore", of_folder)
-    monkeypatch.setattr(url, "_open_s3", lambda text: store(text.removeprefix("s3://bucket/")))
+    monkeypatch.setitem(url.SCHEMES, "s3", lambda text: store(text.removeprefix("s3://bucket/")))
     monkeypatch.setattr(Shelf, "copy", lambda shelf: BucketShelf(in_memory(), shelf.values))
     yield
     for one in opened:

@@ -119,7 +119,7 @@ def state_of(seed: int) -> dict[str, object]:
 def test_a_commit_that_is_cut_off_at_any_request_loses_nothing(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     for k in itertools.count(int(lost)):
         bucket = MemoryBucket()
-        monkeypatch.setattr(url, "_open_s3", lambda text, bucket=bucket: store_in(bucket))
+        monkeypatch.setitem(url.SCHEMES, "s3", lambda text, bucket=bucket: store_in(bucket))
         with Repository.init("s3://bucket", encoding="raw") as repo:
             first = repo.commit(state_of(1))
         with Repository.open("s3://bucket") as repo:
