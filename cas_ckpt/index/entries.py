@@ -211,7 +211,7 @@ class StoredPart(NamedTuple):
 def stored_parts(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[StoredPart]:
     """Every tensor of a state as it is stored, in the order of its tree; arguments and errors as for `manifest`."""
     container = _unfolded(connection, root_number(connection, root), keys or None)
-    rows = [(key, row) for key, row in _leaves(container) if row[FORM] != _VALUE]
+    rows = [(key, row) for key, row, _ in _leaves(container) if row[FORM] != _VALUE]
     specs = read_specs(connection, {row[SPEC] for _, row in rows})
     nodes = read_digests(connection, {row[CHILD] for _, row in rows if row[CHILD] is not None})
     found = []
@@ -240,7 +240,7 @@ class StoredLeaf(NamedTuple):
 def stored_leaves(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[StoredLeaf]:
     """Every tensor and value of a state as it is stored, in the order of its tree; arguments and errors as above."""
     container = _unfolded(connection, root_number(connection, root), keys or None)
-    rows = list(_owned_leaves(container, None))
+    rows = list(_leaves(container))
     specs = read_specs(connection, {row[SPEC] for _, row, _ in rows})
     cells = _read_cells(connection, {row[CHILD] for _, row, _ in rows if row[FORM] % FLAVOR_STEP == _TENSOR})
     found = []
@@ -257,7 +257,7 @@ def stored_leaves(connection: Connection, root: bytes, keys: KeyPatterns | None 
     return found
 
 
-def _owned_leaves(container: _Container, owner: int | None) -> Iterator[tuple[str, Row, int | None]]:
+def _leaves(container: _Container, owner: int | None = None) -> Iterator[tuple[str, Row, int | None]]:
     """Key, row and owner of all tensors and values, parts of tensors too, in the order of the tree."""
     below = iter(container.below)
     for row in container.rows:
@@ -266,7 +266,7 @@ def _owned_leaves(container: _Container, owner: int | None) -> Iterator[tuple[st
             (name,) = parse_key(row[NAME])
             of_rank = name if isinstance(name, int) else None
         if row[FORM] == CONTAINER:
-            yield from _owned_leaves(next(below), of_rank)
+            yield from _leaves(next(below), of_rank)
         else:
             yield container.prefix + row[NAME], row, of_rank
 
@@ -376,16 +376,6 @@ def _leave_out(container: _Container, wanted: KeyPatterns) -> None:
         container.rows = [row for row in container.rows if container.prefix + row[NAME] not in gone]
 
 
-def _leaves(container: _Container) -> Iterator[tuple[str, Row]]:
-    """Key and row of all tensors and values, parts of tensors too, in the order of the tree."""
-    below = iter(container.below)
-    for row in container.rows:
-        if row[FORM] == CONTAINER:
-            yield from _leaves(next(below))
-        else:
-            yield container.prefix + row[NAME], row
-
-
 # --- entries as people see them -----------------------------------------------------------------
 
 Specs: TypeAlias = Mapping[int | None, tuple[Spec, int]]
@@ -457,7 +447,7 @@ def _list(container: _Container, shown: Shown, found: list[ListedEntry]) -> None
 def _as_one(container: _Container, shown: Shown) -> ListedEntry:
     """A container as one entry: a tensor in parts has the dtype of its items, and a shape of its own or theirs."""
     kind = container.tree.kind
-    num_bytes = sum(shown.of(row[FORM], row[SPEC])[-1] for _, row in _leaves(container) if row[FORM] != _VALUE)
+    num_bytes = sum(shown.of(row[FORM], row[SPEC])[-1] for _, row, _ in _leaves(container) if row[FORM] != _VALUE)
     if kind in CONTAINER_KINDS:
         return ListedEntry(container.key, kind, None, None, num_bytes)
     rows = {row[NAME]: row for row in container.rows}

@@ -51,32 +51,20 @@ _MORE_PARENTS = "SELECT object_id, parent FROM t_more_parents"
 _LINEAGE = "SELECT object_id, kind, target, note FROM t_lineage WHERE object_id {keys} ORDER BY object_id, position"
 _ROOTS = "SELECT c.root FROM t_objects o CROSS JOIN t_commits c WHERE o.digest {keys} AND c.object_id = o.object_id"
 
-_LINE_LOG = """
+_LINE = """
     WITH RECURSIVE line(object_id, digest, parent, place) AS (
         SELECT c.object_id, o.digest, c.first_parent, 1 FROM t_objects o CROSS JOIN t_commits c
         WHERE o.digest = :start AND c.object_id = o.object_id
         UNION ALL
         SELECT c.object_id, o.digest, c.first_parent, l.place + 1
         FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
-        WHERE l.place < :most AND o.digest = l.parent AND c.object_id = o.object_id
+        WHERE l.place < :most AND l.digest <> :until AND o.digest = l.parent AND c.object_id = o.object_id
     )
     SELECT l.object_id, l.digest, l.parent,
            EXISTS (SELECT 1 FROM t_more_parents m WHERE m.object_id = l.object_id) FROM line l ORDER BY l.place
 """
-"""The commit `start`, its first parent and so on, at most `most`: number, id, first parent, whether it has more
-parents. The cost follows `most`, not the repository."""
-
-_LINE = """
-    WITH RECURSIVE line(digest, place) AS (
-        SELECT o.digest, 1 FROM t_objects o CROSS JOIN t_commits c WHERE o.digest = :start AND c.object_id = o.object_id
-        UNION ALL
-        SELECT c.first_parent, l.place + 1 FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
-        WHERE l.place < :most AND l.digest <> :until AND o.digest = l.digest AND c.object_id = o.object_id
-        AND c.first_parent IS NOT NULL
-    )
-    SELECT digest FROM line ORDER BY place
-"""
-"""A commit is found by its digest through `objects`: there is no other way in by digest."""
+"""The commit `start`, its first parent and so on, at most `most`, down to `until`: number, id, first parent, whether it
+has more parents. The cost follows `most`, not the repository. By digest a commit is found through `t_objects`."""
 
 
 def read_commit(connection: AnyConnection, digest: bytes) -> CommitRow | None:
@@ -147,7 +135,14 @@ def read_line(connection: AnyConnection, start: bytes, *, most: int, until: byte
         most: At most so many; the cost follows them, not the repository.
         until: End there.
     """
-    return [digest for (digest,) in rows(connection, _LINE, start=start, most=most, until=until or b"")]
+    line = _line(connection, start, most, until or b"")
+    found = [digest for _, digest, _, _ in line]
+    unknown = line[-1][2] if 0 < len(line) < most and found[-1] != until else None
+    return found if unknown is None else [*found, unknown]
+
+
+def _line(connection: AnyConnection, start: bytes, most: int, until: bytes = b"") -> Sequence[tuple[Any, ...]]:
+    return rows(connection, _LINE, start=start, most=most, until=until)
 
 
 _LINE_COMMITS = (8, 64)
@@ -161,8 +156,7 @@ def meeting(connection: AnyConnection, first: bytes, other: bytes) -> bytes | No
     """
     for most in _LINE_COMMITS:
         one, another = (
-            [(digest, merge) for _, digest, _, merge in rows(connection, _LINE_LOG, start=start, most=most)]
-            for start in (first, other)
+            [(digest, merge) for _, digest, _, merge in _line(connection, start, most)] for start in (first, other)
         )
         places = {digest: at for at, (digest, _) in enumerate(another)}
         for at, (digest, _) in enumerate(one):
@@ -243,7 +237,7 @@ def _line_as_log(
 
     Up to a merge, only one commit may come next.
     """
-    line = rows(connection, _LINE_LOG, start=start, most=most)
+    line = _line(connection, start, most)
     if not line or (not first_parent and any(merge for *_, merge in line[:-1])):
         return None
     _, _, parent, merge = line[-1]
