@@ -9,6 +9,7 @@
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 #   make newest  the test suite with a newer torch than that of `make test`
 #   make docs    docs/ as a site with search, the reference from docstrings, into build/site; warnings are errors
+#   make pyright the calls of tests/test_types.py as pyright, which editors use, judges them; brings Node
 #   make check-native  the native core by itself, under sanitizers, against what is plainly right; needs a C compiler
 
 PYTHON ?= python3
@@ -37,13 +38,14 @@ BENCH := .venv-bench
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 DOCS := .venv-docs
+PYRIGHT := .venv-pyright
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-pure search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest docs wheel clean
+.PHONY: help demo test test-fast test-pure search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest docs pyright wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,13p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,14p
 
 demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
@@ -90,11 +92,14 @@ newest: $(NEWEST)/$(STAMP)
 docs: $(DOCS)/$(STAMP)
 	PATH=$(DOCS)/bin:$$PATH $(DOCS)/bin/mkdocs build --strict $(ARGS)
 
+pyright: $(VENV)/$(STAMP) $(PYRIGHT)/$(STAMP)
+	PATH=$(PYRIGHT)/bin:$$PATH $(VENV)/bin/python -m pytest tests/test_types.py
+
 wheel: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) $(DOCS) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) $(DOCS) $(PYRIGHT) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The core and BLAKE3 without Python, compared with the plain way by tests/native/fuzz.c; ARGS: seconds.
 BLAKE3 := $(addprefix native/blake3/blake3,.c _dispatch.c _portable.c)
@@ -143,6 +148,8 @@ $(NEWEST)/$(STAMP): $(NEWEST)/requirements.txt requirements-build.txt $(BUILT_FR
 	$(install)
 
 $(DOCS)/$(STAMP): requirements-docs.txt
+$(PYRIGHT)/$(STAMP): requirements-pyright.txt
+$(DOCS)/$(STAMP) $(PYRIGHT)/$(STAMP):
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
