@@ -71,7 +71,7 @@ class Call:
     number: int
 
     def __str__(self) -> str:
-        return f"{self.op.name.lower()}, call {self.number} of this group"
+        return f"{self.op.name.lower()}(), call {self.number} of this group"
 
 
 @dataclass(slots=True)
