@@ -52,7 +52,7 @@ from cas_ckpt.index.schema import (
     OBJECTS,
     PACKS,
 )
-from cas_ckpt.index.statements import change, change_by_key, objects_by_id, rows, rows_by_key
+from cas_ckpt.index.statements import change, change_by_key, each_row, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.texts import json_of, json_text, storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
@@ -77,7 +77,7 @@ def chunk_digests(connection: Connection) -> set[bytes]:
         f"SELECT o.digest FROM t_objects o WHERE o.kind = {int(ObjectKind.CHUNK)} "
         f"AND o.object_id NOT IN (SELECT l.object_id FROM t_locations l WHERE {PARTIAL})"
     )
-    return {digest for (digest,) in rows(connection, query)}
+    return {digest for (digest,) in each_row(connection, query)}
 
 
 def chunks_and_packs(connection: Connection) -> tuple[set[bytes], dict[str, int]]:

@@ -50,7 +50,7 @@ from cas_ckpt.index.schema import (
     TREES,
     VALUES,
 )
-from cas_ckpt.index.statements import batches, objects_by_id, rows, rows_by_key
+from cas_ckpt.index.statements import batches, each_row, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.texts import storable
 from cas_ckpt.index.trees import climb, read_digests
 from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
@@ -294,7 +294,7 @@ class IntegrityView:
 
     def _numbers(self, query: str) -> set[int]:
         with self._reading() as connection:
-            return {number for (number,) in rows(connection, query)}
+            return {number for (number,) in each_row(connection, query)}
 
     def in_packs(self, packs: Collection[str]) -> set[int]:
         """Objects of which these packs hold something."""

@@ -158,7 +158,8 @@ def drop_incomplete(connection: Connection) -> None:
     """Drop plans whose rows are not all there, and rows without a plan: what a copy of a damaged index may leave."""
     whole = {number for number, *_ in rows(connection, _SUMMED.format(where="true"))}
     for table in _TABLES_OF_PLANS:
-        _drop_plans(connection, {number for (number,) in rows(connection, f"SELECT plan_id FROM {table}")} - whole)
+        found = rows(connection, f"SELECT DISTINCT plan_id FROM {table}")
+        _drop_plans(connection, {number for (number,) in found} - whole)
 
 
 _TABLES_OF_PLANS = (PLAN_RANKS.name, PLAN_SHAPES.name, PLANS.name)

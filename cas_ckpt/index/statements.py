@@ -33,13 +33,18 @@ _Values: TypeAlias = Mapping[str, Any] | Sequence[Any]
 
 def rows(connection: AnyConnection, sql: str, **values: Any) -> Sequence[tuple[Any, ...]]:
     """The rows of a question, as plain tuples."""
-    return _rows(connection, _text(connection, sql), values)
+    return cast("Sequence[tuple[Any, ...]]", _rows(connection, _text(connection, sql), values).fetchall())
+
+
+def each_row(connection: AnyConnection, sql: str, **values: Any) -> Iterator[tuple[Any, ...]]:
+    """The rows of a question one by one, for very many; to be gone through at once."""
+    return iter(_rows(connection, _text(connection, sql), values))
 
 
 def rows_by_key(connection: AnyConnection, sql: str, keys: Iterable[Any], **values: Any) -> Iterator[tuple[Any, ...]]:
     """The rows of a question about many keys, as plain tuples; ordered within each of some hundred keys."""
     for text, some in _keyed(connection, sql, keys, values):
-        yield from _rows(connection, text, some)
+        yield from _rows(connection, text, some).fetchall()
 
 
 def change(connection: AnyConnection, sql: str, **values: Any) -> int:
@@ -75,12 +80,12 @@ def batches(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 # --- as the drivers have them ---------------------------------------------------------------------
 
 
-def _rows(connection: AnyConnection, text: str, values: _Values) -> Sequence[tuple[Any, ...]]:
+def _rows(connection: AnyConnection, text: str, values: _Values) -> Any:
+    """The driver's cursor over the rows: a Row of SQLAlchemy for each costs more than the question."""
     driver = sqlite_driver(connection)
     if driver is not None:
-        return driver.execute(text, values).fetchall()
-    cursor: Any = cast("Connection", connection).exec_driver_sql(text, cast(Any, values)).cursor
-    return cast("Sequence[tuple[Any, ...]]", cursor.fetchall())  # a Row of SQLAlchemy for each costs more
+        return driver.execute(text, values)
+    return cast("Connection", connection).exec_driver_sql(text, cast(Any, values)).cursor
 
 
 def _change(connection: AnyConnection, text: str, values: _Values) -> int:

@@ -27,7 +27,7 @@ from sqlalchemy import Column, Connection, Integer
 from cas_ckpt.index.database import insert_missing, key_column, number_table, scratch_tables
 from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
 from cas_ckpt.index.schema import NOWHERE
-from cas_ckpt.index.statements import change, change_by_key, objects_by_id, rows, rows_by_key
+from cas_ckpt.index.statements import change, change_by_key, each_row, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import read_digests
 from cas_ckpt.objects.digest import Digest, ObjectKind
 
@@ -348,7 +348,7 @@ def _upward(connection: Connection, news: _Masks) -> dict[str, int]:
     parents = "group_concat(e.parent_id)" if sqlite else "string_agg(CAST(e.parent_id AS TEXT), ',')"
     asked = f"SELECT f.object_id, (SELECT {parents} FROM t_edges e WHERE e.child_id = f.object_id) FROM frontier f"
     found: dict[str, int] = {}
-    for child, joined in rows(connection, asked):
+    for child, joined in each_row(connection, asked):
         if joined is not None:
             found[joined] = found.get(joined, 0) | news[child]
     return found
