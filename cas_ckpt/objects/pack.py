@@ -21,7 +21,6 @@ from blake3 import blake3
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import (
     DIGEST_BYTES,
     LEAF_BYTES,
@@ -459,6 +458,8 @@ def encode_hints(hints: Hints) -> bytes:
     })  # fmt: skip
     if len(payload) > MOST_HINTS_BYTES:
         return b""
+    from cas_ckpt.objects import codec  # brings zstandard, which a log does not need
+
     encoded = codec.encode_extent(payload, policy="zstd", item_bytes=1)
     body = bytes(encoded.payload)
     return _sealed(body + _FOOTER.pack(_HINTS_MAGIC, _HINTS_VERSION, encoded.encoding, len(body), len(payload)))
@@ -488,6 +489,8 @@ def decode_hints(data: Buffer) -> Hints:
     _, version, encoding, stored, plain = _FOOTER.unpack_from(view[len(data) - _FOOTER_BYTES :])
     if version > _HINTS_VERSION:
         raise UnsupportedVersionError(f"hints of version {version}: this cas_ckpt reads up to {_HINTS_VERSION}")
+    from cas_ckpt.objects import codec
+
     payload = unpack_canonical(codec.decode_extent(encoding, view[:stored], num_bytes=plain))
     try:
         depth = payload["depth"]

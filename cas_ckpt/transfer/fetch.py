@@ -77,7 +77,7 @@ def fetch_chunks(
     """Verify all chunks, then fill all their parts; or do both chunk by chunk.
 
     Args:
-        chunks: In the order in which they are stored, see `core.chunks.place_chunks`.
+        chunks: In the order in which they are stored, see `core.tree.place_chunks`.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called before the first target is touched.
         one_pass: The targets may be touched before all is verified: each byte is read once, and verified where it is

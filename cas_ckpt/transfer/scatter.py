@@ -196,7 +196,7 @@ def verify_and_scatter(
     """Verify all chunks on all ranks, then fill all targets; collective.
 
     Args:
-        chunks: Those of `reads`, each once, as `core.chunks.place_chunks` gives them.
+        chunks: Those of `reads`, each once, as `core.tree.place_chunks` gives them.
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Gets the bytes that this rank verifies and of those that it puts into its own targets.

@@ -19,7 +19,7 @@ from cas_ckpt.storage.disk import file_turn
 from cas_ckpt.storage.file import FileStore
 from tests.interrupts import Place, interrupted, places_in, told
 
-LOCKING = ("contextlib.py", "held_signals.py", "storage/disk.py", "index/database.py", "index/open_lock.py")
+LOCKING = ("contextlib.py", "held_signals.py", "storage/disk.py", "index/database.py", "index/sqlite.py")
 """Where locks change hands."""
 
 

@@ -45,7 +45,6 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Flavor
 from cas_ckpt.storage.store import sweep_temporaries
-from cas_ckpt.transfer.sources import IN_FLIGHT_BYTES
 
 _REST = "\0rest"
 """Name of the group of everything else; no key, id or branch is called so."""
@@ -411,7 +410,7 @@ MOST_COMMITS = 100
 PART_BYTES = 8 << 20
 """Of an upload in parts, as s3:// and gs:// send it; shorter values are one request."""
 
-READ_BYTES = IN_FLIGHT_BYTES // 16
+READ_BYTES = (72 << 20) // 16
 """Of one read of a restore, from a store that has use for 16 requests at once."""
 
 LISTED_KEYS = 1000

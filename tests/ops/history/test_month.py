@@ -17,6 +17,7 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.ops.history import usage as month
 from cas_ckpt.ops.history.usage import MonthRates, RunFacts, data_writes, plan_month, run_facts
 from cas_ckpt.storage.object_store import ObjectStore
+from cas_ckpt.transfer.sources import IN_FLIGHT_BYTES
 from tests.servers import S3Server
 
 WRITES = ("put", "begin", "put_part", "complete", "list_page", "uploads")
@@ -90,6 +91,7 @@ def test_the_requests_of_commits_restores_looks_and_collections_are_as_many_as_i
         taken()
         repo.load()
         writes, reads = taken()
+        assert month.READ_BYTES == IN_FLIGHT_BYTES // 16
         spans = math.ceil((20 << 20) / month.READ_BYTES)
         assert writes <= month.RESTORE_WRITES
         assert spans <= reads <= month.RESTORE_READS + spans
