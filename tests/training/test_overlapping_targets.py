@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from cas_ckpt import MismatchError, Repository, StateDict
 from cas_ckpt.errors import PeerError
 from cas_ckpt.parallel.peers import Peers
+from cas_ckpt.training.capture.tensors import overlaps_itself
 from cas_ckpt.training.restore import draft
 from cas_ckpt.training.restore.draft import memory_of_array, memory_of_tensor, overlapping
 from cas_ckpt.training.restore.restore import plan_restore
@@ -116,34 +118,108 @@ def test_overlaps_are_refused_on_several_ranks_before_any_of_them_is_touched() -
     assert all("a and b overlap" in words and total == 0 for _, words, total in found)
 
 
-def test_every_overlap_is_found_and_nothing_else() -> None:
-    drawn = random.Random(7)
-    base = np.zeros(4096, np.uint8)
-    for _ in range(300):
-        views = [_view(base, drawn) for _ in range(drawn.randint(2, 9))]
-        memories = [each for at, view in enumerate(views) for each in memory_of_array(view, str(at))]
+def test_every_overlap_is_found_and_nothing_else_and_what_is_restored_has_its_own_bytes() -> None:
+    drawn, outcomes = random.Random(7), Counter[str]()
+    for _ in range(150):
+        buffer = np.zeros(drawn.choice((24, 64, 200)), np.uint8)
+        views = _views(buffer, drawn)
+        taken = [_bytes_of(view, buffer) for view in views]
+        shared = [pair for pair in itertools.combinations(range(len(views)), 2) if taken[pair[0]] & taken[pair[1]]]
+        memories = [each for at, view in enumerate(views) for each in _memory(view, str(at))]
         found = {int(each.name) for each in itertools.chain.from_iterable(overlapping(memories))}
-        truth = {
-            at for pair in itertools.combinations(range(len(views)), 2) for at in pair
-            if np.shares_memory(*(views[each] for each in pair))
-        }  # fmt: skip
-        assert found == truth
+        assert found == set(itertools.chain.from_iterable(shared))
+
+        contents = [drawn.randbytes(view.nbytes) for view in views]
+        if _reading(views[-1])[0] == _reading(views[0])[0] and drawn.random() < 0.6:
+            contents[-1] = contents[0]
+        source = [_filled(view, content) for view, content in zip(views, contents, strict=True)]
+        may_be = all(_reading(views[a]) == _reading(views[b]) and contents[a] == contents[b] for a, b in shared)
+        before = buffer.tobytes()
+        try:
+            checkout(commit({"views": dict(enumerate(source))}), {"views": dict(enumerate(views))})
+        except MismatchError:
+            assert not may_be
+            assert buffer.tobytes() == before
+            outcomes["refused"] += 1
+        else:
+            assert may_be
+            assert [_content(view) for view in views] == contents
+            outcomes["tied" if shared else "apart"] += 1
+    assert min(outcomes[each] for each in ("refused", "tied", "apart")) > 10
 
 
-def _view(base: Any, drawn: random.Random) -> Any:
-    """A view of `base` whose elements do not overlap one another."""
-    item = drawn.choice((1, 2, 4, 8))
-    array = base[drawn.randrange(0, 2048, 8) :][: 8 * drawn.randint(4, 64)].view(f"u{item}")
-    kind = drawn.randrange(4)
-    if kind == 0:
-        return array
-    if kind == 1:
-        return array[drawn.randrange(3) :: drawn.randint(1, 5)]
-    if kind == 2:
-        return array[::-1]
-    width = drawn.choice([size for size in (2, 4, 8) if len(array) % size == 0] or [1])
-    tile = array.reshape(-1, width)[drawn.randrange(2) :, drawn.randrange(width) :]
-    return tile if tile.size else array
+_ARRAYS = ("u1", ">i2", "S3", "f4", "f8", "m8[s]")
+_TENSORS = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.complex64)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _views(buffer: Any, drawn: random.Random) -> list[Any]:
+    """Arrays and tensors of any strides in `buffer`, none of which overlaps itself.
+
+    The last may be the first once more, or its elements in another order.
+    """
+    views: list[Any] = []
+    while len(views) < 2 or drawn.random() < 0.5:
+        kind: Any = drawn.choice(_TENSORS) if drawn.random() < 0.5 else np.dtype(drawn.choice(_ARRAYS))
+        shape = [drawn.choice((0, 1, 2, 2, 3, 5)) for _ in range(drawn.randint(0, 3))]
+        steps = [drawn.choice((1, 2, 3, 4, 6)) * drawn.choice((1, kind.itemsize)) for _ in shape]
+        if isinstance(kind, torch.dtype):
+            tensor = torch.from_numpy(buffer).view(kind)
+            steps = [-(-step // kind.itemsize) for step in steps]
+            room = len(tensor) - sum(step * (size - 1) for step, size in zip(steps, shape, strict=True) if size)
+            if room > 0 and not overlaps_itself(shape, steps):
+                views.append(tensor.as_strided(shape, steps, drawn.randrange(room)))
+            continue
+        steps = [step * drawn.choice((1, -1)) for step in steps]
+        reach = [step * (size - 1) for step, size in zip(steps, shape, strict=True) if size]
+        below, above = -sum(each for each in reach if each < 0), sum(each for each in reach if each > 0) + kind.itemsize
+        if below + above <= len(buffer) and not overlaps_itself(shape, steps, kind.itemsize):
+            views.append(np.ndarray(shape, kind, buffer, drawn.randint(below, len(buffer) - above), steps))
+    first = views[0]
+    if drawn.random() < 0.4:
+        again = first.T if first.ndim == 2 else first[...]
+        if isinstance(again, torch.Tensor):
+            again = again.numpy() if again.dtype in (torch.int16, torch.float32) else again
+        elif again.ndim and drawn.random() < 0.3:
+            again = again[::-1]
+        views.append(again)
+    return views
+
+
+def _memory(view: Any, key: str) -> list[draft.Memory]:
+    return memory_of_array(view, key) if isinstance(view, np.ndarray) else memory_of_tensor(view, key)
+
+
+def _bits(view: Any) -> Any:
+    """The elements of `view` as an array of raw items, the same memory."""
+    if isinstance(view, torch.Tensor):
+        view = view.view(_BITS[view.itemsize]).numpy()
+    return view.view(f"V{view.itemsize}")
+
+
+def _content(view: Any) -> bytes:
+    return _bits(view).tobytes()
+
+
+def _bytes_of(view: Any, buffer: Any) -> set[int]:
+    """The places in `buffer` of the bytes of `view`, found by writing them."""
+    buffer[:] = 0
+    _bits(view)[...] = np.void(b"\xff" * view.itemsize)
+    return set(np.flatnonzero(buffer).tolist())
+
+
+def _filled(view: Any, content: bytes) -> Any:
+    """A new array or tensor as `view`, that holds `content`."""
+    made = (np if isinstance(view, np.ndarray) else torch).empty(tuple(view.shape), dtype=view.dtype)
+    _bits(made)[...] = np.frombuffer(content, f"V{view.itemsize}").reshape(view.shape)
+    return made
+
+
+def _reading(view: Any) -> Any:
+    """Equal for two views of the same elements in one order."""
+    bits, name = _bits(view), str(view.dtype).removeprefix("torch.")
+    steps = [step for step, size in zip(bits.strides, bits.shape, strict=True) if size > 1]
+    return (bits.shape, name), steps, bits.__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "tiles", "even and odd", "of three dimensions"])
