@@ -144,7 +144,7 @@ def test_rows_are_limited(repo: RepositoryHandle) -> None:
 
 
 def test_arguments_that_do_not_go_together_are_refused(repo: RepositoryHandle) -> None:
-    with pytest.raises(InvalidInputError, match="choose from commit, branch, tensor, dtype"):
+    with pytest.raises(InvalidInputError, match="give .commit. or .branch. or .tensor. or .dtype."):
         usage_rows(repo, "colour")
     with pytest.raises(InvalidInputError, match="takes no keys"):
         usage_rows(repo, "commit", keys="a")
