@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import OutOfSpaceError, StorageError
+from cas_ckpt.errors import InvalidInputError, OutOfSpaceError, StorageError
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
@@ -30,16 +30,26 @@ from cas_ckpt.storage.store import (
 )
 from cas_ckpt.uncopied import Uncopied
 
+PACK_BYTES = 512 << 20
+"""What a writer gathers: packs are as long by default. Saves divide the memory that they may take by it."""
+
 
 def open_toy(url: str) -> ToyStore:
-    """The store at `url`; nothing is created or read."""
-    return ToyStore(Path(url.removeprefix("toy://")))
+    """The store at `url`; nothing is created or read.
+
+    Raises:
+        InvalidInputError: the path is not absolute: it would be another place in another folder.
+    """
+    path = Path(url.removeprefix("toy://"))
+    if not path.is_absolute() or "?" in url:
+        raise InvalidInputError(f"{url!r}: give toy:// and an absolute path, such as toy:///data/values")
+    return ToyStore(path)
 
 
 class ToyStore(Uncopied):
     """A `Store` whose values are rows of a file, which the first call makes."""
 
-    abilities = Abilities(durable=True, local=True)
+    abilities = Abilities(durable=True, local=True, writer_bytes=PACK_BYTES)
 
     def __init__(self, path: Path) -> None:
         """The store in the file `path`."""
@@ -147,7 +157,7 @@ class ToyStore(Uncopied):
 
 
 class ToyWriter:
-    """The `StreamWriter`: pieces are gathered, `commit` writes them."""
+    """The `StreamWriter`: pieces are gathered, `commit` writes them. A store for daily use writes through instead."""
 
     def __init__(self, store: ToyStore, key: str) -> None:
         """Nothing is written yet."""
