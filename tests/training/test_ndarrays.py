@@ -47,6 +47,11 @@ def test_every_kind_of_array_comes_back_with_its_dtype(name: str) -> None:
     assert made.tobytes() == array.tobytes()
 
 
+def test_a_dtype_is_stored_under_its_own_name_whatever_equal_one_was_committed_before() -> None:
+    for name in ("m8[1000as]", "m8[fs]"):  # equal for NumPy
+        assert load(commit({"x": np.arange(3).view(name)}))["x"].dtype.str == f"<{name}"
+
+
 @pytest.mark.parametrize("name", sorted(ARRAYS.keys() - {"broadcast"}))
 def test_every_kind_of_array_is_filled_in_place(name: str) -> None:
     array = ARRAYS[name]

@@ -569,7 +569,7 @@ def array_item(array: Array, path: Path) -> TensorItem | Container:
 
 def elements_spec(array: Array, path: Path) -> Spec:
     """The spec of the array's elements, e.g. of "float32" or "np:<M8[ns]"; with fields, each is so many bytes."""
-    name = _elements_name(array.dtype)
+    name = _elements_name(array.dtype, array.dtype.str)
     if name is None:
         raise UnsupportedValueError(
             f"{render_key(path)}: a numpy array of dtype {array.dtype} has no bytes to store: convert it to a numeric "
@@ -579,15 +579,19 @@ def elements_spec(array: Array, path: Path) -> Spec:
 
 
 @lru_cache(maxsize=256)
-def _elements_name(dtype: np.dtype[Any]) -> str | None:
-    """The name of such elements in specs; None: they have no bytes to store."""
+def _elements_name(dtype: np.dtype[Any], text: str) -> str | None:
+    """The name of such elements in specs; None: they have no bytes to store.
+
+    Args:
+        text: `dtype.str`: what is equal for NumPy, as m8[s] and m8[1000ms] are, may have another.
+    """
     if dtype.names is not None:
         return f"{NUMPY_PREFIX}|V{dtype.itemsize}"
-    name = _NAMES.get(dtype.str)
+    name = _NAMES.get(text)
     if name is not None and dtype == name:
         return name
     is_plain = dtype.kind in _PLAIN_KINDS or (dtype.kind == "V" and dtype.type is np.void)
-    return NUMPY_PREFIX + dtype.str if is_plain and dtype.itemsize and not dtype.hasobject else None
+    return NUMPY_PREFIX + text if is_plain and dtype.itemsize and not dtype.hasobject else None
 
 
 def region_of_array(array: Array) -> tuple[Any, ...] | None:
