@@ -216,6 +216,17 @@ def check_choice(name: str, given: object, choices: Any) -> Any:
     return given
 
 
+def one_text(name: str, given: Any) -> str:
+    """`given`, one text.
+
+    Raises:
+        InvalidInputError: something else.
+    """
+    if not isinstance(given, str):
+        raise _refused(name, given, "text")
+    return given
+
+
 def texts(name: str, given: Any) -> tuple[str, ...]:
     """One text or several, as several: a list, a tuple or a set of them.
 

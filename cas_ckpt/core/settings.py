@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from cas_ckpt.arguments import check_path
 from cas_ckpt.core.config import SHORT
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
@@ -295,12 +296,11 @@ def stored_url(url: str | os.PathLike[str]) -> str:
     One that is no printable text, as of a name that is not UTF-8, becomes a file:// URL.
 
     Raises:
-        InvalidInputError: it carries a secret, or lacks a slash.
+        InvalidInputError: no path; it carries a secret, or lacks a slash.
     """
-    text = os.fspath(url)
-    if isinstance(text, str):
-        reject_single_slash_url(text)
-    if not isinstance(text, str) or "://" in text:
+    text = check_path(url)
+    reject_single_slash_url(text)
+    if "://" in text:
         return check_url(text)
     path = Path(text).expanduser().absolute()
     return check_url(str(path) if str(path).isprintable() else path.as_uri())

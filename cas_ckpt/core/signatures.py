@@ -28,6 +28,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import one_text
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.ref_store import swap_record
@@ -303,7 +304,7 @@ def set_signers(handle: RepositoryHandle, pattern: str, trust: Trust) -> SignedB
     Raises:
         InvalidInputError: no pattern, or nobody to trust.
     """
-    if not pattern or len(pattern) > 200 or not pattern.isprintable():
+    if not one_text("branch", pattern) or len(pattern) > 200 or not pattern.isprintable():
         raise InvalidInputError(f"{pattern[:80]!r} is not a pattern of branches: write e.g. 'main' or 'release/*'")
     if not 0 < len(trust.signers) <= MAX_SIGNERS:
         raise InvalidInputError(f"{len(trust.signers)} keys were given for {pattern!r}: give 1 to {MAX_SIGNERS}")

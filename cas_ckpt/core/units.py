@@ -25,7 +25,7 @@ from types import EllipsisType, MappingProxyType
 from typing import TypeAlias
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import check_whole, checked_step, texts
+from cas_ckpt.arguments import check_whole, checked_step, one_text, texts
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index.rows import SIGNS, AxisBound, CommitFilter, MetricBound
 
@@ -395,7 +395,7 @@ def commit_filter(
         first_step=first,
         last_step=last,
         metrics=tuple(map(parse_bound, texts("where", metrics))),
-        author=author or None,
+        author=None if author is None else one_text("author", author) or None,
         world_size=None if world_size is None else check_whole("world_size", world_size, least=1),
         axes=axis_bounds(axes),
     )

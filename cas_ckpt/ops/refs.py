@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
-from cas_ckpt.arguments import did_you_mean
+from cas_ckpt.arguments import did_you_mean, one_text
 from cas_ckpt.core.config import read_config, require_there
 from cas_ckpt.core.create import change_default_branch
 from cas_ckpt.core.handle import RepositoryHandle
@@ -298,7 +298,7 @@ def delete_pin(handle: RepositoryHandle, name: str) -> Digest:
     Raises:
         NotFoundError: no such pin.
     """
-    return delete_ref(handle, RefKind.PIN, name.removeprefix(RefKind.PIN.value))
+    return delete_ref(handle, RefKind.PIN, one_text("name", name).removeprefix(RefKind.PIN.value))
 
 
 def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> Digest:

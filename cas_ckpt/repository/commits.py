@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import DtypePattern, Keys, ShapePattern, check_limit, check_whole, texts
+from cas_ckpt.arguments import DtypePattern, Keys, ShapePattern, check_limit, check_whole, one_text, texts
 from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
@@ -56,7 +56,7 @@ class CommitVerbs(Opened):
         """
         from cas_ckpt.ops.history.find import list_one
 
-        return list_one(self._handle, ref, key)
+        return list_one(self._handle, ref, one_text("key", key))
 
     def shards(self, ref: Revision = "HEAD", keys: Keys = None, *, rank: int | None = None) -> Iterator[ShardRow]:
         """Which ranks held which region of the entries of the commit, how many bytes, and who shared chunks.
@@ -274,7 +274,7 @@ class CommitVerbs(Opened):
         """
         from cas_ckpt.ops.history.lineage import holders_of
 
-        return holders_of(self._handle, ref, key)
+        return holders_of(self._handle, ref, one_text("key", key))
 
     @translates_memory_errors
     def nearest(self, what: Revision | Mapping[str, Any] | PathLike[str], *, limit: int = 5) -> list[NearCommit]:
@@ -333,7 +333,7 @@ class CommitVerbs(Opened):
         from cas_ckpt.ops.history.log import best_commits
 
         most, revisions = check_whole("limit", limit), revision_texts(ref)
-        return best_commits(self._handle, metric, largest=largest, limit=most, revisions=revisions)
+        return best_commits(self._handle, one_text("metric", metric), largest=largest, limit=most, revisions=revisions)
 
     def sql(
         self, query: str, parameters: Mapping[str, Any] | None = None, /, *, max_rows: int = 1_000_000,
@@ -361,7 +361,7 @@ class CommitVerbs(Opened):
         from cas_ckpt.ops.history.sql import joined_parameters, query_index
 
         limits = QueryLimits(max_rows, max_bytes, timeout_s)
-        return query_index(self._handle, query, joined_parameters(parameters, named), limits)
+        return query_index(self._handle, one_text("query", query), joined_parameters(parameters, named), limits)
 
     def plan(
         self,

@@ -10,7 +10,7 @@ from os import PathLike
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import Device, ExportFormat, Keys, SnapshotKind, TorchDtype, WorkerKind
+from cas_ckpt.arguments import Device, ExportFormat, Keys, SnapshotKind, TorchDtype, WorkerKind, check_path, one_text
 from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
 from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
 from cas_ckpt.parallel.peers import collective_errors
@@ -38,7 +38,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
     A revision is what people write for a commit: a branch or tag, at least four digits of an
     id, `HEAD` (what was checked out; of a fresh object the default branch), `step:3000`, with
     `~N` (N first parents back) or `^N` (N-th parent) behind it; a `CommitInfo` will do as well.
-    Every method raises only `CkptError`s, but a `TypeError` for what Python itself refuses; in general
+    Every method raises only `CkptError`s, but what Python itself raises of an argument of another type; in general
     `NotFoundError` for revisions and keys that are not there, `CorruptionError` for stored bytes that are not
     what was written, `StorageError` when the medium refuses. The methods below name what comes on top.
 
@@ -281,7 +281,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         from cas_ckpt.training.verbs import read_entry
 
         return read_entry(
-            self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress),
+            self._handle, ref, one_text("key", key), region=region, allow_pickle=allow_pickle, progress=shown(progress),
             trust=given_trust(trust),
         )  # fmt: skip
 
@@ -330,7 +330,8 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         from cas_ckpt.ops.commit.request import CommitRequest
 
         if message is None:
-            message = f"import {os.fsencode(path).decode(errors='backslashreplace')}"  # not all names are UTF-8
+            name = os.fsencode(check_path(path))
+            message = f"import {name.decode(errors='backslashreplace')}"  # not all names are UTF-8
         common, reading = (self.commit_options, ImportOptions()) if options is None else (options, options)
         if not isinstance(reading, ImportOptions):
             raise InvalidInputError(f"options is {shown_value(options)}: give ImportOptions")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_limit, texts
+from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_flag, check_limit, texts
 from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
@@ -227,6 +227,8 @@ class UpkeepVerbs(Opened):
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions
 
+        if merge is not None:
+            check_flag("merge", merge)
         own = None if shard is None else parse_shard(shard)
         many = None if merge is None else MANY_SMALL * merge
         options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, many_small=many, shard=own)

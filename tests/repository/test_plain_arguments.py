@@ -91,6 +91,20 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
         ("find", {"min_bytes": True}, "min_bytes is True: give a whole number"),
         ("log", {"world_size": "2"}, "world_size is '2': give a whole number"),
         ("log", {"grep": [None]}, "grep holds None: give a list of texts"),
+        ("log", {"author": ["Ann"]}, r"author is \['Ann'\]: give text"),
+        ("best", {"metric": ["loss"]}, r"metric is \['loss'\]: give text"),
+        *((verb, {"ref": "main", "key": None}, "key is None: give text") for verb in ("read", "entry", "holders")),
+        ("gc", {"merge": "no"}, "merge is 'no': give True or False"),
+        ("compare_plans", {"ref": "main", "targets": [2], "most_ranks": "4"}, "most_ranks is '4': give a whole"),
+        ("plan", {"ref": "main", "target": 2, "storage_bandwidth": "1e9"}, "storage_bandwidth is '1e9': give a finite"),
+        *(("fsck", {"read_data": True, name: "5"}, f"{name} is '5'") for name in ("max_duration_s", "max_age_s")),
+        *(("push", {"remote": "memory://x", "max_bandwidth": speed}, "max_bandwidth is") for speed in (0, np.nan, "3")),
+        ("add_remote", {"name": "x", "url": ""}, "path is '': give a path"),
+        ("add_remote", {"name": "x", "url": "a\ud800"}, "cannot be a path"),
+        ("import_file", {"path": "a\ud800"}, "cannot be a path"),
+        ("push", {"remote": "memory://x", "force_with_lease": 3}, "^3 is not a revision"),
+        ("unpin", {"name": None}, "name is None: give text"),
+        ("set_policy", {"policy": Policy(keep_last=1), "branch": ["ft/*"]}, r"branch is \['ft/\*'\]: give text"),
         ("du", {"by": "week"}, "by is 'week': give 'commit' or 'branch' or"),
         ("export", {"ref": "main", "path": "x", "format": "pickle"}, "format is 'pickle': give 'safetensors' or"),
         ("load", {"keys": 3}, "keys is 3: give text or a list of texts"),
@@ -124,6 +138,12 @@ def test_an_argument_of_the_wrong_kind_is_refused(
     with pytest.raises(InvalidInputError, match=said):
         getattr(repo, verb)(**wrong)
     assert len(repo.log()) == 1
+
+
+@pytest.mark.parametrize("name", ["max_rows", "max_bytes", "timeout_s"])
+def test_a_limit_of_an_answer_that_is_no_number_is_refused(repo: Repository, name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} is '5': give a"):
+        repo.sql("SELECT 1", **{name: "5"})  # type: ignore[arg-type]
 
 
 def test_numbers_and_lists_of_other_libraries_are_taken(repo: Repository) -> None:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import check_real, check_whole
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
@@ -155,7 +155,7 @@ def compare_plans(
         NotFoundError: no such commit, or nothing is left to compare. Else as for `plan_checkout`.
     """
     question = _Question.asked(handle, revision, storage_bandwidth, network_bandwidth)
-    most = MAX_RANKS if most_ranks is None else most_ranks
+    most = MAX_RANKS if most_ranks is None else check_whole("most_ranks", most_ranks)
     by_digest = {target.digest: target for target in targets or () if target.world_size <= most}
     made = {}
     missing = by_digest.keys() - handle.index.read(restores.known_targets, question.root)
@@ -221,9 +221,9 @@ def _bandwidths(storage: float | None, network: float | None) -> tuple[float, fl
     Raises:
         InvalidInputError: one is not above 0.
     """
-    storage = STORAGE_BYTES_PER_S if storage is None else storage
-    network = NETWORK_BYTES_PER_S if network is None else network
-    if not (0 < storage < math.inf and 0 < network < math.inf):
+    storage = STORAGE_BYTES_PER_S if storage is None else check_real("storage_bandwidth", storage)
+    network = NETWORK_BYTES_PER_S if network is None else check_real("network_bandwidth", network)
+    if storage <= 0 or network <= 0:
         raise InvalidInputError("a bandwidth is a number of bytes per second above 0")
     return storage, network
 

@@ -28,6 +28,7 @@ from threading import Lock
 from types import MappingProxyType
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import check_real
 from cas_ckpt.core.packs import WHOLE_BYTES, hints_problem, is_meta, pack_batches, read_directory
 from cas_ckpt.core.records import NodeRows
 from cas_ckpt.core.units import PackShard, parse_part, parse_share, parse_size
@@ -436,6 +437,9 @@ class DataOptions:
     def __post_init__(self) -> None:
         if self.shard is not None and self.subset is not None and self.subset.parts:
             raise InvalidInputError("a shard and a part of N divide packs in the same way: give one of them")
+        for name in ("max_duration_s", "max_age_s"):
+            if getattr(self, name) is not None:
+                check_real(name, getattr(self, name))
 
 
 def choose_packs(

@@ -9,7 +9,6 @@ they are asked for. Must not know what the views mean.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from cas_ckpt.arguments import check_real, check_whole
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
@@ -149,13 +149,10 @@ def joined_parameters(given: Any, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_limits(limits: QueryLimits) -> None:
-    for name, value in (
-        ("max_rows", limits.max_rows),
-        ("max_bytes", limits.max_bytes),
-        ("timeout_s", limits.timeout_s),
-    ):
-        if not value > 0 or not math.isfinite(value):
-            raise InvalidInputError(f"{name} is {value!r}: give a number above 0")
+    check_whole("max_rows", limits.max_rows, least=1)
+    check_whole("max_bytes", limits.max_bytes, least=1)
+    if check_real("timeout_s", limits.timeout_s) <= 0:
+        raise InvalidInputError(f"timeout_s is {limits.timeout_s!r}: give a number above 0")
 
 
 def _look_at_refs(handle: RepositoryHandle) -> tuple[list[Ref], list[RefState]]:

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import one_text
 from cas_ckpt.core.config import POLICY_KEY
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.ref_store import swap_record
@@ -257,7 +258,7 @@ def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Rete
 
 
 def _check_pattern(pattern: str) -> None:
-    if not pattern or len(pattern) > 200 or not pattern.isprintable():
+    if not one_text("branch", pattern) or len(pattern) > 200 or not pattern.isprintable():
         raise InvalidInputError(f"{pattern[:80]!r} is not a pattern of branches: write e.g. 'ft/*'")
 
 

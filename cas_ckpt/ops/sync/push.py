@@ -180,7 +180,7 @@ def _resolved(handle: RepositoryHandle, revision: str) -> Digest:
 def _leased(handle: RepositoryHandle, update: RefUpdate, request: PushRequest, name: str | None) -> RefUpdate:
     if not request.lease:
         return update
-    if isinstance(request.lease, str):
+    if not isinstance(request.lease, bool):
         expected: Digest | None | AnyHead = resolve(handle, request.lease)
     elif name is None:
         raise InvalidInputError("a lease needs a named remote, or the commit that the ref is expected to name")

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from cas_ckpt.arguments import check_real
 from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
@@ -124,6 +125,10 @@ class SendOptions:
     keys: tuple[str, ...] = ()
     again: bool = False
     assumed: frozenset[Digest] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_bandwidth is not None and check_real("max_bandwidth", self.max_bandwidth) <= 0:
+            raise InvalidInputError(f"max_bandwidth is {self.max_bandwidth!r}: give bytes a second, above 0")
 
 
 @dataclass(frozen=True, slots=True)
