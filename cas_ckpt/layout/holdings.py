@@ -28,8 +28,8 @@ from cas_ckpt.native import runs_of_boxes
 from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
 from cas_ckpt.objects.spec import Box, BoxPlacement, Grid, MeshPlacement, Placement
 
-PLANNER_VERSION = 2
-"""Raised when equal layouts would be planned otherwise than before, so that kept plans are not taken."""
+PLANNER_VERSION = 3
+"""Raised when equal layouts would be planned or counted otherwise than before, so that kept plans are not taken."""
 
 Interval = tuple[int, int]
 """(start, size) along one dimension."""

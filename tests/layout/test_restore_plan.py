@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from benchmarks.shapes import llama
 from cas_ckpt.errors import InternalError, MismatchError
-from cas_ckpt.layout.holdings import Shard, holdings, whole
+from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, holdings, whole
 from cas_ckpt.layout.plan_summary import NUMBER_BYTES, rank_totals, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
 from cas_ckpt.objects.rank_runs import runs_of
@@ -169,6 +169,16 @@ def test_what_each_rank_has_to_know_is_known_to_the_byte(over: Mesh, splits: tup
     found = rank_totals(plan).metadata_bytes.tolist()
     assert found == [known_bytes(plan, rank) for rank in range(plan.world_size)]
     assert rank_totals(plan).num_straddled.tolist() == [straddled(plan, rank) for rank in range(plan.world_size)]
+
+
+def test_what_a_plan_counts_is_that_of_this_version_of_the_planner() -> None:
+    # A kept plan is taken in the place of a new one: who changes a number here raises the version.
+    shards = held((3000, 1000), mesh(2, 2), Split(0), Split())
+    plan = plan_restore_reads([RestoreRequest("w", Spec("float32", (3000, 1000)), shards)], 4)
+    assert (PLANNER_VERSION, rank_totals(plan).rows()) == (3, [
+        (4096000, 1, 4096000, 1904000, 120, 1), (4096000, 1, 6288000, 4096000, 148, 1),
+        (3808000, 1, 3808000, 2192000, 120, 1), (0, 0, 0, 6000000, 80, 1),
+    ])  # fmt: skip
 
 
 def test_a_rank_with_several_shards_straddles_what_they_do_not_fill_together() -> None:

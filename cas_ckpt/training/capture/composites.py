@@ -1,8 +1,8 @@
-"""Sparse and quantized tensors as containers of plain tensors, and back.
+"""Sparse and quantized tensors as containers of plain tensors, and back, new or in place of the content of a live one.
 
 Invariant: `compose(decompose(t))` has the same layout, dtype, shape, indices and bits as `t`.
 What a stored container claims is checked before memory is built from it: bytes may come
-from strangers. Must not know commits or targets.
+from strangers. Must not know how a commit is stored.
 """
 
 from __future__ import annotations

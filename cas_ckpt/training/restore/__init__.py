@@ -11,7 +11,7 @@ Files:
 
     restore.py       `plan_restore`: the walk, its two rules, and Stateful objects
     draft.py         `RestoreDraft`: tensors and arrays matched one by one; copies, loads, mismatches; which targets
-                     overlap in memory, and what a commit warns of, since a checkout into the same state will refuse it
+                     overlap in memory, or may not be written
     optimizers.py    which stored state belongs to which parameter of a live optimizer
     materialize.py   new objects for stored ones
 
