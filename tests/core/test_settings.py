@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 
 from cas_ckpt import Repository
@@ -114,6 +115,18 @@ def test_a_path_becomes_absolute(tmp_path, monkeypatch):
 def test_odd_names_of_remotes_are_refused(name):
     with pytest.raises(InvalidInputError):
         Remote(name, "memory://x")
+
+
+@pytest.mark.parametrize("flag", ["tier", "promisor"])
+def test_a_flag_of_a_remote_that_is_none_is_refused_before_it_is_written(flag: str) -> None:
+    with Repository.init("memory://") as repo:
+        for given in ("no", 1, None):
+            with pytest.raises(InvalidInputError, match=f"{flag} is .*: give True or False"):
+                repo.add_remote("far", "/far", **{flag: given})  # type: ignore[arg-type]
+        repo.add_remote("far", "/far", **{flag: np.bool_(True)})  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match=f"{flag} is 'no': give True or False"):
+            repo.set_remote("far", **{flag: "no"})  # type: ignore[arg-type]
+        assert [getattr(remote, flag) for remote in repo.remotes()] == [True]
 
 
 def test_a_record_that_was_not_written_by_this_is_refused():
