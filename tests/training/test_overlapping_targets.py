@@ -73,6 +73,17 @@ def test_one_memory_under_two_storages_is_one_tensor_if_the_commit_says_so() -> 
     assert array.sum() == 1000
 
 
+def test_autograd_hears_of_a_restore_by_each_tensor_over_one_memory() -> None:
+    array, weight = np.zeros(9, np.float32), torch.ones(9, requires_grad=True)
+    target = {"array": array, "one": torch.from_numpy(array), "other": torch.from_numpy(array)}
+    products = [(weight * target[name]).sum() for name in ("one", "other")]
+    ones = torch.ones(9)
+    checkout(commit({"array": ones.numpy(), "one": ones, "other": ones}), target)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
 def test_views_that_interleave_without_sharing_an_element_are_filled() -> None:
     buffer, matrix = torch.zeros(1000), np.zeros((64, 64))
     target = {

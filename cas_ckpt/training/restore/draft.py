@@ -89,6 +89,7 @@ class RestoreDraft:
         unexpected: Paths that the commit has and the target does not have.
         faults: Sentences, each naming a key, what was wanted and found, and what to do.
         devices: Where the targets are, other than the host.
+        tied: Tensors whose memory is filled through another target; torch may count their changes on their own.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class RestoreDraft:
         self.unexpected: list[Path] = []
         self.faults: list[str] = []
         self.devices: set[torch.device] = set()
+        self.tied: list[torch.Tensor] = []
         self._read_layout = layout
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
         self._values_of_missing: list[tuple[Path, Any]] = []
@@ -253,6 +255,8 @@ class RestoreDraft:
                     f"{render_key(first[0])} and {render_key(path)} are one tensor in the target but two different "
                     "ones in the commit: untie the target"
                 )
+            elif isinstance(target, HostTensor | CopiedTensor):
+                self.tied.append(target.tensor)
             return
         self.faults.append(f"{render_key(path)}: {fault}")
 

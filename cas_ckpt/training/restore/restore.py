@@ -154,7 +154,7 @@ def plan_restore(
         wait_for_devices(draft.devices)
     return RestorePlan(
         tuple(draft.copies),
-        partial(_finish, build, draft.loads),
+        partial(_finish, build, draft.loads, draft.tied),
         tuple(map(render_key, draft.missing)),
         unexpected,
         tuple(map(render_key, planner.skipped)),
@@ -180,7 +180,9 @@ def refuse_nothing_in_common(tree: Container, unexpected: Sequence[str]) -> None
     )
 
 
-def _finish(build: Builder, noted: Sequence[Load]) -> None:
+def _finish(build: Builder, noted: Sequence[Load], tied: Sequence[torch.Tensor]) -> None:
+    for tensor in tied:  # so that autograd sees that the bytes changed
+        torch.autograd.graph.increment_version(tensor)
     build()
     # A load may draw random numbers: the generators come last (sorted is stable).
     loads = sorted(noted, key=lambda load: isinstance(load.target, RNGState | torch.Generator))
