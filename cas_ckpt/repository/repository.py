@@ -329,6 +329,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         from cas_ckpt.formats.verbs import import_any
         from cas_ckpt.ops.commit.request import CommitRequest
 
+        self._refuse_inside("import_file")
         if message is None:
             name = os.fsencode(check_path(path))
             message = f"import {name.decode(errors='backslashreplace')}"  # not all names are UTF-8

@@ -181,15 +181,20 @@ CALLS: dict[str, Callable[[Repository, Signalling], object]] = {
 }
 
 
-@pytest.mark.parametrize("inner", [*CALLS, "drain", "close"])
+INNER: dict[str, Callable[[Repository, Signalling], object]] = {
+    **CALLS, "import_file": lambda repo, _: repo.import_file("model.safetensors"),
+    "drain": lambda repo, _: repo.drain(), "close": lambda repo, _: repo.close(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", CALLS)
 def test_a_handler_whose_commit_would_wait_for_the_one_that_it_interrupted_is_told(
     repo: Repository, outer: str, inner: str
 ) -> None:
     state = Signalling()
     repo.commit({"x": state})
-    call = CALLS.get(inner, lambda repo, _: getattr(repo, inner)())
     state.armed = True
-    with calling(lambda: call(repo, state)), pytest.raises(InvalidInputError, match=f"{inner} was called inside of"):
+    with calling(lambda: INNER[inner](repo, state)), pytest.raises(InvalidInputError, match=f"{inner} was called inside of"):
         CALLS[outer](repo, state)
     assert CALLS[outer](repo, state)
