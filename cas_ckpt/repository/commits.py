@@ -48,6 +48,7 @@ class CommitVerbs(Opened):
 
         return list_commit(self._handle, ref, keys=keys)
 
+    @translates_memory_errors
     def entry(self, ref: Revision, key: str) -> ListedEntry:
         """The entry of one key; a container has the bytes of all tensors below it.
 
@@ -76,6 +77,7 @@ class CommitVerbs(Opened):
 
         return shards_of(self._handle, ref, keys=keys, rank=rank)
 
+    @translates_memory_errors
     def find(
         self,
         keys: Keys = None,
@@ -122,6 +124,7 @@ class CommitVerbs(Opened):
         )  # fmt: skip
         return find_entries(self._handle, request, limit=check_limit(limit))
 
+    @translates_memory_errors
     def find_commits(
         self,
         keys: Keys = None,
@@ -177,6 +180,7 @@ class CommitVerbs(Opened):
         request = DiffRequest(keys, numbers, values)
         return diff_commits(self._handle, a, b, request, progress=shown(progress))
 
+    @translates_memory_errors
     def log(
         self,
         ref: Revision | Sequence[Revision] | None = None,
@@ -260,12 +264,14 @@ class CommitVerbs(Opened):
 
         return is_ancestor(self._handle, old, new)
 
+    @translates_memory_errors
     def lineage(self, ref: Revision = "HEAD") -> CommitLineage:
         """Ancestors and descendants of the state over typed edges and history, transitively."""
         from cas_ckpt.ops.history.lineage import lineage_of
 
         return lineage_of(self._handle, ref)
 
+    @translates_memory_errors
     def holders(self, ref: Revision, key: str) -> list[CommitInfo]:
         """The commits that hold the very content of the entry `key` of `ref`, the youngest first.
 
@@ -299,6 +305,7 @@ class CommitVerbs(Opened):
 
         return nearest_to_state(self._handle, capture_state(what), limit=most)
 
+    @translates_memory_errors
     def metrics(
         self,
         ref: Revision | Sequence[Revision] | None = None,
@@ -318,6 +325,7 @@ class CommitVerbs(Opened):
         revisions, most = revision_texts(ref), check_limit(limit)
         return metrics_table(self._handle, revisions, names=texts("names", names), all_refs=all_refs, limit=most)
 
+    @translates_memory_errors
     def best(
         self, metric: str, *, largest: bool = False, limit: int = 1, ref: Revision | Sequence[Revision] | None = None
     ) -> list[Ranked]:
@@ -335,6 +343,7 @@ class CommitVerbs(Opened):
         most, revisions = check_whole("limit", limit), revision_texts(ref)
         return best_commits(self._handle, one_text("metric", metric), largest=largest, limit=most, revisions=revisions)
 
+    @translates_memory_errors
     def sql(
         self, query: str, parameters: Mapping[str, Any] | None = None, /, *, max_rows: int = 1_000_000,
         max_bytes: int = 1 << 28, timeout_s: float = 60.0, **named: Any,
@@ -363,6 +372,7 @@ class CommitVerbs(Opened):
         limits = QueryLimits(max_rows, max_bytes, timeout_s)
         return query_index(self._handle, one_text("query", query), joined_parameters(parameters, named), limits)
 
+    @translates_memory_errors
     def plan(
         self,
         ref: Revision,
@@ -392,6 +402,7 @@ class CommitVerbs(Opened):
             network_bandwidth=network_bandwidth,
         )  # fmt: skip
 
+    @translates_memory_errors
     def compare_plans(
         self,
         ref: Revision,
@@ -424,12 +435,14 @@ class CommitVerbs(Opened):
             network_bandwidth=network_bandwidth,
         )  # fmt: skip
 
+    @translates_memory_errors
     def plans(self, ref: Revision | None = None) -> list[PlanReport]:
         """The plans that the index keeps, for one revision or all."""
         from cas_ckpt.ops.checkout.plan import kept_plans
 
         return kept_plans(self._handle, ref)
 
+    @translates_memory_errors
     def restores(self, ref: Revision | None = None, *, limit: int | None = None) -> list[RestoreInfo]:
         """The checkouts and loads that were made, well or badly, the last one first; of one revision's state, or all.
 

@@ -33,12 +33,14 @@ class UpkeepVerbs(Opened):
 
         return repository_status(self._handle)
 
+    @translates_memory_errors
     def stats(self) -> RepositoryStats:
         """The whole repository in numbers."""
         from cas_ckpt.ops.history.usage import repository_stats
 
         return repository_stats(self._handle)
 
+    @translates_memory_errors
     def monthly_cost(
         self,
         *,
@@ -64,12 +66,14 @@ class UpkeepVerbs(Opened):
         rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days)
         return plan_month(run_facts(self._handle), rates)
 
+    @translates_memory_errors
     def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
         """Bytes that one commit holds, added, and has for itself alone."""
         from cas_ckpt.ops.history.usage import commit_stats
 
         return commit_stats(self._handle, ref)
 
+    @translates_memory_errors
     def du(
         self, by: UsageBy = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
         with_remotes: bool = False,
@@ -89,6 +93,7 @@ class UpkeepVerbs(Opened):
             self._handle, by, revision=ref, keys=keys, limit=check_limit(limit), with_remotes=with_remotes
         )
 
+    @translates_memory_errors
     def unique(self, name: str = "HEAD", *, with_remotes: bool = False) -> Freed:
         """Bytes that only this branch, tag or pin leads to; remote-tracking branches (`origin/main`) do not count.
 
@@ -99,6 +104,7 @@ class UpkeepVerbs(Opened):
 
         return unique_to(self._handle, name, with_remotes=with_remotes)
 
+    @translates_memory_errors
     def freed(self, *refs: Revision) -> Freed:
         """Bytes that forgetting these commits would free at the next collection; nothing is changed.
 

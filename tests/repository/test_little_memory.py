@@ -51,6 +51,27 @@ def test_under_a_limit_of_the_address_space_every_error_is_one_of_ours(tmp_path:
     assert out == "refused\n", err
 
 
+def _many_rows() -> None:
+    with Repository.init("memory://many-rows", group=None) as repo:
+        repo.commit({str(number): number for number in range(5000)})
+        found = [repo.find()]
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped, resource.RLIM_INFINITY))
+        try:
+            while len(found) < 100:
+                found.append(repo.find())
+        except TooLargeError:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            print("refused")
+    sys.stdout.flush()
+
+
+def test_a_question_with_more_rows_than_there_is_memory_is_too_large() -> None:
+    with Forked(_many_rows, stdout=PIPE, stderr=PIPE) as process:
+        out, err = process.communicate()
+    assert out == "refused\n", err
+
+
 @pytest.mark.parametrize("name", ["cas-ckpt-background", "cas-ckpt-1"])
 def test_a_thread_that_cannot_be_had_is_said(tmp_path: Path, name: str) -> None:
     with Repository.init(tmp_path / "repo", group=None) as repo:
