@@ -8,6 +8,7 @@ import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_a_handler_whose_commit_would_wait_for_the_one_that_it_interrupted_is_to
     state = Signalling()
     repo.commit({"x": state})
     state.armed = True
-    with calling(lambda: INNER[inner](repo, state)), pytest.raises(InvalidInputError, match=f"{inner} was called inside of"):
+    call = partial(INNER[inner], repo, state)
+    with calling(call), pytest.raises(InvalidInputError, match=f"{inner} was called inside of"):
         CALLS[outer](repo, state)
     assert CALLS[outer](repo, state)
