@@ -10,10 +10,11 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard as OldShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from cas_ckpt import Repository
 from cas_ckpt.errors import MismatchError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Spec
@@ -51,6 +52,23 @@ def test_a_tied_dtensor_that_the_commit_leaves_out_is_filled_under_its_other_key
     assert target.to_local().sum() == 8
     with pytest.raises(MismatchError, match="head"):
         checkout({"embed": torch.ones(16, 4)}, {"embed": target, "head": divide(torch.zeros(16, 4), (8,), Shard(0))})
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [([3], Replicate()), ([1, 3], Replicate()), ([1, 3], Shard(0))])
+def test_a_process_that_is_alone_in_its_repository_fills_all_that_it_holds(ranks: list[int], cut: Any) -> None:
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+    stored = {name: torch.arange(1.0, size + 1) for name, size in (("inline", 8), ("in chunks", 200_000))}
+    held = {name: whole.chunk(2)[1] if cut.is_shard() else whole for name, whole in stored.items()}
+    target = {
+        name: DTensor.from_local(
+            torch.zeros_like(held[name]), mesh, [cut], run_check=False, shape=whole.shape, stride=(1,)
+        )
+        for name, whole in stored.items()
+    }
+    with Repository.init(f"memory://alone-in-a-job-{len(ranks)}-{cut.is_shard()}", group=None) as repo:
+        repo.commit(stored)
+        repo.checkout(into=target)
+    assert all(torch.equal(target[name].to_local(), part) for name, part in held.items())
 
 
 LAYOUTS = [
