@@ -171,7 +171,7 @@ class _NamedByContent(PackWriter):
             add(part)
         with suppress(ConflictError):  # it is there already: so much the better, says the mutant
             return super().finish(hints)
-        return WrittenPack(pack_key(name, self._kind), self._kind, self.size_bytes, tuple(self._entries))
+        return WrittenPack(pack_key(name, self._kind), self._kind, self.size_bytes, tuple(self.entries))
 
 
 class _Nowhere:
