@@ -110,7 +110,7 @@ def test_an_argument_that_one_rank_alone_gives_wrongly_ends_the_call_on_all(name
     """At once: the others would wait for it until their time is up."""
     found = on_ranks(2, lambda repo, rank: repo.commit(EVEN, **(called({name: 1.5}) if rank == 1 else {})))
     assert [type(each) for each in found] == [PeerError, InvalidInputError]
-    said = "the author is a float" if name == "author" else f"{name} is 1.5"
+    said = {"author": "the author is a float", "branch": "1.5 is not a name of a branch"}.get(name, f"{name} is 1.5")
     assert said in str(found[0]) and said in str(found[1])
 
 
