@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cas_ckpt import CommitOptions, Policy, Repository, limits
-from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.errors import InvalidInputError, NotFoundError, UnsupportedValueError
 
 LIMITED: dict[str, dict[str, object]] = {
     "log": {}, "metrics": {}, "best": {"metric": "loss"}, "nearest": {"what": "main"}, "reflog": {}, "du": {},
@@ -166,3 +167,12 @@ def test_a_limit_that_is_no_number_from_1_on_is_refused(number: object) -> None:
     for name in ("max_entries", "max_bytes", "max_refs", "memory_bytes"):
         with pytest.raises(InvalidInputError, match=name), limits(**{name: number}):  # type: ignore[arg-type]
             raise AssertionError("it was taken")
+
+
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_a_pickle_is_loaded_for_true_alone(repo: Repository, given: object) -> None:
+    repo.commit({"odd": functools.partial(int, base=2)}, options=CommitOptions(allow_pickle=True))
+    error = UnsupportedValueError if given is None else InvalidInputError
+    for verb in (lambda: repo.load("main", allow_pickle=given), lambda: repo.read("main", "odd", allow_pickle=given)):  # type: ignore[arg-type]
+        with pytest.raises(error):
+            verb()
