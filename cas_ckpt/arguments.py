@@ -142,6 +142,16 @@ def check_flag(name: str, given: Any) -> None:
         raise _refused(name, given, "True or False")
 
 
+def check_flags(**given: Any) -> None:
+    """`check_flag` of each: "no" would else delete, overwrite or force.
+
+    Raises:
+        InvalidInputError: as there.
+    """
+    for name, flag in given.items():
+        check_flag(name, flag)
+
+
 def whole_number(given: Any) -> int | None:
     """`given`, an integer of Python or NumPy, or a tensor of one; None if it is something else, a flag among them."""
     try:

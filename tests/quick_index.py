@@ -57,9 +57,9 @@ def _fill_memory(engine: Engine) -> None:
 
 def _make_file(path: Path) -> None:
     """The whole file or none; Alembic makes it where that cannot be, or where a group has rights of its own."""
-    if path.exists() or path.parent.stat().st_mode & stat.S_IWGRP:
-        return
     with suppress(OSError):
+        if path.exists() or path.parent.stat().st_mode & stat.S_IWGRP:
+            return
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
         try:
             os.write(fd, _FILE)

@@ -223,7 +223,7 @@ class Settings:
         found = next((remote for remote in self.remotes if remote.name == name), None)
         if found is None:
             known = ", ".join(remote.name for remote in self.remotes)
-            what = f"known are {known}" if known else f'none is noted: repo.add_remote("{name}", URL)'
+            what = f"known are {known}" if known else f"none is noted: repo.add_remote({shown_value(name)}, URL)"
             raise NotFoundError(f"there is no remote {shown_value(name)}: {what}")
         return found
 

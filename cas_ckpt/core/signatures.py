@@ -34,7 +34,14 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, TagSignature, default_author, ref_key, tag_bytes
 from cas_ckpt.core.revisions import Revision, resolve_ref
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, SignatureError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    SignatureError,
+    shown_value,
+)
 from cas_ckpt.index.statements import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind, seal, short, unseal
 from cas_ckpt.objects.nodes import decode_commit, split_signature
@@ -333,7 +340,9 @@ def clear_signers(handle: RepositoryHandle, pattern: str | None = None) -> Signe
     def changed(held: SignedBranches) -> SignedBranches:
         left = tuple(each for each in held.branches if pattern not in (None, each.pattern))
         if pattern is not None and left == held.branches:
-            raise NotFoundError(f"{handle.store.url} has no signers for the pattern {pattern!r}: see repo.signers()")
+            raise NotFoundError(
+                f"{handle.store.url} has no signers for the pattern {shown_value(pattern)}: see repo.signers()"
+            )
         return SignedBranches(left)
 
     return _change(handle, changed)

@@ -171,7 +171,7 @@ def parse_share(text: str) -> float:
 
 def parse_part(text: str) -> tuple[int, int] | None:
     """(part, parts) of a text such as "2/7", the second of seven; None if it has another form."""
-    match = _PART_OF.match(text)
+    match = _PART_OF.match(one_text("a part", text))
     return (int(match[1]), int(match[2])) if match is not None and 1 <= int(match[1]) <= int(match[2]) else None
 
 

@@ -33,7 +33,7 @@ from cas_ckpt.arguments import ExportFormat
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import LeftOut
-from cas_ckpt.core.refs import Head
+from cas_ckpt.core.refs import Head, check_name
 from cas_ckpt.core.revisions import Revision, resolve_named, revision_text
 from cas_ckpt.errors import InvalidInputError, MemoryBudgetError, reworded
 from cas_ckpt.formats.folders import InputFile
@@ -330,7 +330,7 @@ def request_on(handle: RepositoryHandle, request: CommitRequest, onto: Revision 
             text = revision_text(onto)
             raise InvalidInputError(f'{text!r} is not a branch: name the one that is to begin there (branch="NAME")')
         return replace(request, head=Head(named if request.branch in (None, named) else None, digest.hex()))
-    branch = request.branch or handle.default_branch
+    branch = handle.default_branch if request.branch is None else check_name(request.branch)
     if request.branch is None and branch_target(handle, branch) is not None:
         raise InvalidInputError(
             f"branch {branch!r} has commits already, and nothing says that this file follows them: put it on top of "

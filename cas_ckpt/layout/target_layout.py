@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from cas_ckpt.arguments import one_text
 from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, holdings
 from cas_ckpt.layout.restore_plan import region
@@ -118,7 +119,10 @@ def parse_layout(mesh: str, shapes: Mapping[str, Sequence[str]] | None = None) -
         raise InvalidInputError(f"mesh {mesh!r}: {wrong[0]!r} is not a dimension; write e.g. dp=96,tp=8")
     found = [(match[1], int(match[2])) for _, match in parts if match is not None]
     rules = []
-    for pattern, splits in (shapes or {}).items():
+    if shapes is not None and not isinstance(shapes, Mapping):
+        raise InvalidInputError(f"shapes is {shown_value(shapes)}: give a dict of patterns and placements")
+    for pattern, splits in ({} if shapes is None else shapes).items():
+        one_text("a pattern of shapes", pattern)
         if isinstance(splits, str) or not isinstance(splits, Sequence) or not all(isinstance(s, str) for s in splits):
             raise InvalidInputError(f'rule {pattern!r}: wanted a list of placements such as ["S(0)", "R"]')
         rules.append((pattern, tuple(map(parse_split, splits))))

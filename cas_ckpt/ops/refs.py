@@ -224,7 +224,7 @@ def set_default_branch(handle: RepositoryHandle, name: str) -> Digest:
 
 def _is_default(handle: RepositoryHandle, name: str) -> bool:
     """Whether the branch is the default branch now, which another process may have changed."""
-    return name == read_config(handle.store).default_branch
+    return one_text("name", name) == read_config(handle.store).default_branch
 
 
 def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
@@ -309,6 +309,7 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
         ConflictError: the new name is taken, or the old one was moved at the same time.
     """
     handle.require_writable()
+    one_text("old", old), one_text("new", new)
     if kind is RefKind.BRANCH and _is_default(handle, old):
         raise InvalidInputError(
             f'{old!r} is the default branch of this repository and stays: repo.branch("{new}") makes another beside it'
@@ -386,7 +387,7 @@ def reflog(handle: RepositoryHandle, name: str | None = None, *, limit: int | No
     Raises:
         NotFoundError: there never was such a ref.
     """
-    ref = _ref(handle, current_branch(handle) if name in (None, *HEAD_NAMES) else str(name))
+    ref = _ref(handle, current_branch(handle) if name is None or one_text("ref", name) in HEAD_NAMES else name)
     return list(islice(_moves(handle, ref), limit))
 
 

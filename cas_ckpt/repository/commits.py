@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import DtypePattern, Keys, ShapePattern, check_limit, check_whole, one_text, texts
-from cas_ckpt.errors import translates_memory_errors
+from cas_ckpt.arguments import DtypePattern, Keys, ShapePattern, check_flags, check_limit, check_whole, one_text, texts
+from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
 
@@ -75,7 +75,8 @@ class CommitVerbs(Opened):
         """
         from cas_ckpt.ops.history.shards import shards_of
 
-        return shards_of(self._handle, ref, keys=keys, rank=rank)
+        number = None if rank is None else check_whole("rank", rank)
+        return shards_of(self._handle, ref, keys=keys, rank=number)
 
     @translates_memory_errors
     def find(
@@ -175,6 +176,7 @@ class CommitVerbs(Opened):
             NotFoundError: also if the data of a commit is gone because it was forgotten.
             CorruptionError: names the tensor.
         """
+        check_flags(numbers=numbers, values=values)
         from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 
         request = DiffRequest(keys, numbers, values)
@@ -220,13 +222,20 @@ class CommitVerbs(Opened):
         Raises:
             InvalidInputError: a condition of another form. NotFoundError: no commit has such a metric.
         """
+        check_flags(all_refs=all_refs, first_parent=first_parent, reverse=reverse)
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.core.units import commit_filter
         from cas_ckpt.ops.history.log import log_commits
 
         revisions = revision_texts(ref)
         wanted = commit_filter(
-            since=since, until=until, step=step, metrics=where or (), author=author, world_size=world_size, axes=axes
+            since=since,
+            until=until,
+            step=step,
+            metrics=() if where is None else where,
+            author=author,
+            world_size=world_size,
+            axes=axes,
         )
         found = log_commits(
             self._handle, revisions, limit=check_limit(limit), all_refs=all_refs, first_parent=first_parent,
@@ -319,6 +328,7 @@ class CommitVerbs(Opened):
         Args:
             names: Only commits that have one of these.
         """
+        check_flags(all_refs=all_refs)
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.history.log import metrics_table
 
@@ -337,6 +347,7 @@ class CommitVerbs(Opened):
         Raises:
             NotFoundError: no commit has this metric.
         """
+        check_flags(largest=largest)
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.history.log import best_commits
 
@@ -429,6 +440,8 @@ class CommitVerbs(Opened):
         from cas_ckpt.layout.target_layout import layout_of
         from cas_ckpt.ops.checkout.plan import compare_plans
 
+        if targets is not None and not isinstance(targets, (Sequence, Set)):
+            raise InvalidInputError(f"targets is {shown_value(targets)}: give a list of targets")
         layouts = None if targets is None else [layout_of(target, shapes) for target in targets]
         return compare_plans(
             self._handle, ref, layouts, most_ranks=most_ranks, storage_bandwidth=storage_bandwidth,

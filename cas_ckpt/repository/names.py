@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import check_limit
+from cas_ckpt.arguments import check_flags, check_limit
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.repository.opened import Opened, given_key
 
@@ -28,6 +28,7 @@ class NameVerbs(Opened):
         Raises:
             ConflictError: the name is taken (and `force` does not say to move the branch).
         """
+        check_flags(force=force)
         from cas_ckpt.ops.refs import create_branch
 
         return create_branch(self._handle, name, start=start, force=force).hex()
@@ -64,6 +65,7 @@ class NameVerbs(Opened):
             InvalidInputError: it is the default branch. ConflictError: it leads to what a tier does not have yet, or to
                 commits that no other branch, tag, pin or branch of a remote leads to.
         """
+        check_flags(force=force)
         from cas_ckpt.ops.refs import delete_branch
 
         return delete_branch(self._handle, name, force=force).hex()
@@ -99,6 +101,7 @@ class NameVerbs(Opened):
         Raises:
             ConflictError: the name is taken (and `force` does not say to move the tag).
         """
+        check_flags(force=force)
         from cas_ckpt.ops.refs import create_tag
 
         return create_tag(self._handle, name, ref, message=message, force=force, sign=given_key(sign)).hex()
@@ -155,6 +158,7 @@ class NameVerbs(Opened):
         Raises:
             ConflictError: there is a pin of that name.
         """
+        check_flags(force=force)
         from cas_ckpt.ops.refs import create_pin
 
         return create_pin(self._handle, ref, name=name, reason=reason, force=force)
@@ -214,6 +218,7 @@ class NameVerbs(Opened):
             InvalidInputError: a line of `trust` that is not understood, or ssh-keygen is not installed. StorageError: a
             file cannot be read.
         """
+        check_flags(history=history)
         from cas_ckpt.ops.verify import verify_revision
         from cas_ckpt.signing import as_trust
 

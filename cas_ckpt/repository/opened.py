@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import ProcessGroup, check_whole, texts
+from cas_ckpt.arguments import ProcessGroup, check_flags, check_real, check_whole, texts
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
@@ -67,7 +67,7 @@ class Ranks:
     """This process and those that it commits and checks out with."""
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        if not timeout_s > 0:
+        if not check_real("timeout_s", timeout_s) > 0:
             raise InvalidInputError(f"timeout_s is {timeout_s!r}: give the seconds that a rank waits for the others")
         # A ProcessGroup is known by the name of its class: torch is not imported for it.
         is_group = hasattr(group, "gather_all") or any(each.__name__ == "ProcessGroup" for each in type(group).__mro__)
@@ -210,6 +210,7 @@ class Opened(Uncopied):
             StorageError: the store ignores conditional writes, and `single_writer` is False.
             PeerError: another rank could not; raised on all ranks at once.
         """
+        check_flags(single_writer=single_writer)
         from cas_ckpt.core.create import init_repository
 
         ranks = Ranks(group, timeout_s)
@@ -277,6 +278,7 @@ class Opened(Uncopied):
         """
         from cas_ckpt.core.create import open_allowed, open_or_init, require_rights
 
+        check_flags(create=create, **({} if read_only is None else {"read_only": read_only}))
         if create and read_only:
             raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
         ranks, handle = Ranks(group, timeout_s), None
@@ -359,7 +361,7 @@ class Opened(Uncopied):
             signal handler that interrupted a commit.
         """
         self._refuse_inside("drain")
-        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
+        deadline_s = None if timeout_s is None else clock.monotonic_s() + check_real("timeout_s", timeout_s)
 
         def left_s() -> float | None:
             return None if deadline_s is None else max(0.0, deadline_s - clock.monotonic_s())

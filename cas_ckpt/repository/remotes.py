@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import texts
+from cas_ckpt.arguments import check_flags, texts
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
@@ -61,6 +61,7 @@ class RemoteVerbs(Opened):
             ConflictError: a ref would not move forward, or moved meanwhile.
             SignatureError: a branch there takes signed commits only; nothing was copied.
         """
+        check_flags(all_branches=all_branches, tags=tags, force=force, dry_run=dry_run)
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.sync.push import PushRequest, push
 
@@ -106,6 +107,7 @@ class RemoteVerbs(Opened):
         Raises:
             NotFoundError: there is no such remote, or no branch that matches.
         """
+        check_flags(prune=prune, force=force, dry_run=dry_run)
         from cas_ckpt.ops.sync.fetch import FetchRequest, fetch
 
         request = FetchRequest(
@@ -144,6 +146,7 @@ class RemoteVerbs(Opened):
             SignatureError: the branch here takes signed commits only; what was fetched stays.
             NotFoundError: there is no such remote, or no such branch there.
         """
+        check_flags(rebase=rebase, dry_run=dry_run)
         from cas_ckpt.ops.sync.fetch import FetchRequest, pull
 
         request = FetchRequest(remote, (), tags, False, dry_run, max_bandwidth, shown(progress))
@@ -163,6 +166,7 @@ class RemoteVerbs(Opened):
         Raises:
             ConflictError: the file is there. InvalidInputError: nothing would be in it.
         """
+        check_flags(force=force)
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.sync.push import create_bundle
 
@@ -183,6 +187,7 @@ class RemoteVerbs(Opened):
             NotFoundError: it continues from commits that are not here. ConflictError: a branch here has commits of its
                 own. CorruptionError: the file is damaged. SignatureError: a branch here takes signed commits only.
         """
+        check_flags(dry_run=dry_run)
         from cas_ckpt.ops.sync.fetch import take_bundle
 
         return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
@@ -285,6 +290,7 @@ class RemoteVerbs(Opened):
             ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret; a filter of
                 what is no promisor.
         """
+        check_flags(tier=tier, promisor=promisor)
         from cas_ckpt.core.settings import Remote, stored_url
         from cas_ckpt.ops.sync.remotes import add_remote
 
@@ -311,6 +317,7 @@ class RemoteVerbs(Opened):
         from cas_ckpt.core.settings import stored_url
         from cas_ckpt.ops.sync.remotes import set_remote
 
+        check_flags(**{name: flag for name, flag in (("tier", tier), ("promisor", promisor)) if flag is not None})
         given: dict[str, Any] = {"url": None if url is None else stored_url(url), "tier": tier, "promisor": promisor}
         patterns = {"fetch": fetch, "push": push, "filter": filter}
         given |= {field: None if one is None else texts(field, one) for field, one in patterns.items()}

@@ -10,7 +10,17 @@ from os import PathLike
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.arguments import Device, ExportFormat, Keys, SnapshotKind, TorchDtype, WorkerKind, check_path, one_text
+from cas_ckpt.arguments import (
+    Device,
+    ExportFormat,
+    Keys,
+    SnapshotKind,
+    TorchDtype,
+    WorkerKind,
+    check_flags,
+    check_path,
+    one_text,
+)
 from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
 from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
 from cas_ckpt.parallel.peers import collective_errors
@@ -253,6 +263,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
             TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
             MemoryBudgetError: the limit of memory is too little.
         """
+        check_flags(allow_pickle=allow_pickle)
         from cas_ckpt.training.verbs import load_state
 
         if device is not None and map_location is not None:
@@ -278,6 +289,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
             NotFoundError: no such key.
             InvalidInputError: an integer outside the tensor, a step, or another kind of index.
         """
+        check_flags(allow_pickle=allow_pickle)
         from cas_ckpt.training.verbs import read_entry
 
         return read_entry(
@@ -377,6 +389,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
             ConflictError: a file is there already. UnsupportedValueError: names the key that
                 the format cannot hold. InvalidInputError: no such format.
         """
+        check_flags(force=force)
         from cas_ckpt.formats.verbs import export_any
 
         return export_any(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_flag, check_limit, texts
+from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_choice, check_flag, check_flags, check_limit, texts
 from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
@@ -87,6 +87,7 @@ class UpkeepVerbs(Opened):
             with_remotes: By branch: what a remote-tracking branch (`origin/main`) leads to is shared with it, so that
                 it is not unique to a branch that was pushed.
         """
+        check_flags(with_remotes=with_remotes)
         from cas_ckpt.ops.history.usage import usage_rows
 
         return usage_rows(
@@ -100,6 +101,7 @@ class UpkeepVerbs(Opened):
         Args:
             with_remotes: They count: what goes if the ref is deleted and its log has expired.
         """
+        check_flags(with_remotes=with_remotes)
         from cas_ckpt.ops.retention.forget import unique_to
 
         return unique_to(self._handle, name, with_remotes=with_remotes)
@@ -145,6 +147,7 @@ class UpkeepVerbs(Opened):
             to have and has not.
             ConflictError: refs were made faster than they could be looked at: try again.
         """
+        check_flags(dry_run=dry_run, gc=gc, verify_tier=verify_tier)
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.retention.forget import forget
 
@@ -163,6 +166,7 @@ class UpkeepVerbs(Opened):
         Raises:
             InvalidInputError: the repository has no policy.
         """
+        check_flags(dry_run=dry_run, gc=gc, verify_tier=verify_tier)
         from cas_ckpt.ops.retention.forget import apply_policy
 
         return apply_policy(
@@ -229,6 +233,7 @@ class UpkeepVerbs(Opened):
             ConflictError: another collection is at work. StorageError: the medium refused; the next
                 collection goes on from there.
         """
+        check_flags(dry_run=dry_run)
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions
@@ -249,6 +254,7 @@ class UpkeepVerbs(Opened):
 
         Arguments and errors as for `gc`.
         """
+        check_flags(dry_run=dry_run)
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import REPACK
@@ -279,6 +285,7 @@ class UpkeepVerbs(Opened):
             max_age_s: Pass over packs that were read, and found intact, since then.
             remote: Ask remotes whether they still have the chunks that they promised and that are not here.
         """
+        check_flags(read_data=read_data, remote=remote)
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.fsck.check import check_open
         from cas_ckpt.ops.fsck.packs import DataOptions, parse_subset
@@ -310,10 +317,17 @@ class UpkeepVerbs(Opened):
         Raises:
             ConflictError: a garbage collection is at work.
         """
+        check_flags(read_data=read_data, dry_run=dry_run)
         from cas_ckpt.ops.fsck.repair import repair_open
         from cas_ckpt.ops.fsck.report import RepairRequest
 
-        request = RepairRequest(frozenset(what), texts("sources", sources), refs or {}, read_data, dry_run)
+        request = RepairRequest(
+            frozenset(check_choice("what to repair", each, RepairKind) for each in what),
+            texts("sources", sources),
+            {} if refs is None else refs,
+            read_data,
+            dry_run,
+        )
         return repair_open(self._handle, request, progress=shown(progress))
 
     @translates_memory_errors

@@ -21,6 +21,7 @@ from typing import Any
 import msgpack
 import torch
 
+from cas_ckpt.arguments import check_flags, texts
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head, head_with_part
@@ -121,7 +122,7 @@ def captured(state: Mapping[str, Any], request: CommitRequest, peers: Peers) -> 
     Raises:
         As `capture_state`. UnsupportedValueError: a rank outside the group has a part of a tensor.
     """
-    patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
+    patterns = [] if request.frozen is None else list(texts("frozen", request.frozen))
     if REQUIRES_GRAD in patterns:
         others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
         request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
@@ -160,6 +161,7 @@ def checkout_state(
             message says otherwise.
         MemoryBudgetError: the limit of memory is too little.
     """
+    check_flags(strict=strict, atomic=atomic, allow_pickle=allow_pickle)
     listed = [keys] if isinstance(keys, str) else keys
     asked = {
         "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,

@@ -28,7 +28,7 @@ from threading import Lock
 from types import MappingProxyType
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import check_real
+from cas_ckpt.arguments import check_real, one_text
 from cas_ckpt.core.packs import WHOLE_BYTES, hints_problem, is_meta, pack_batches, read_directory
 from cas_ckpt.core.records import NodeRows
 from cas_ckpt.core.units import PackShard, parse_part, parse_share, parse_size
@@ -403,7 +403,7 @@ def parse_subset(text: str) -> Subset:
     Raises:
         InvalidInputError: another form, or nothing at all.
     """
-    if "/" in text:
+    if "/" in one_text("subset", text):
         subset = Subset(*parse_part(text) or ())
     elif text.endswith("%"):
         subset = Subset(share=parse_share(text) or None)

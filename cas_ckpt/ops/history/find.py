@@ -18,7 +18,7 @@ from itertools import islice
 from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
 
-from cas_ckpt.arguments import check_whole
+from cas_ckpt.arguments import check_whole, one_text
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows, log_rows_in_pieces
@@ -224,7 +224,7 @@ def _ask(handle: RepositoryHandle, question: Callable[..., T], rows: Sequence[Co
 
 def _object(handle: RepositoryHandle, text: str) -> Digest:
     """The object whose id begins with `text`."""
-    if len(text) < MIN_PREFIX:
+    if len(one_text("object_id", text)) < MIN_PREFIX:
         raise InvalidInputError(f"object {text!r}: give at least {MIN_PREFIX} digits of its id")
     kinds = (ObjectKind.CHUNK, ObjectKind.CHUNK_PAGE, ObjectKind.TENSOR, ObjectKind.TREE)
     found = handle.index.read(contents.resolve_prefix, text, kinds)

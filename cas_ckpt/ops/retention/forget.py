@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import did_you_mean
+from cas_ckpt.arguments import did_you_mean, one_text
 from cas_ckpt.core.completeness import not_at_tiers, unforget
 from cas_ckpt.core.forgotten import read_forgotten_leniently, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
@@ -442,6 +442,7 @@ def unique_to(handle: RepositoryHandle, name: str, *, with_remotes: bool = False
     Raises:
         NotFoundError: no such ref.
     """
+    one_text("name", name)
     refs = list(handle.refs.every())
     ours = _named(refs, current_branch(handle) if name in HEAD_NAMES else name)
     others = [ref for ref in refs if ref is not ours and (with_remotes or ref.kind is not RefKind.REMOTE)]

@@ -250,7 +250,7 @@ def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Rete
     def without(held: Retention) -> Retention:
         left = tuple((pattern, policy) for pattern, policy in held.branches if branch not in (None, pattern))
         if held.is_empty or (branch is not None and left == held.branches):
-            what = "has no policy" if branch is None else f"has no policy for the pattern {branch!r}"
+            what = "has no policy" if branch is None else f"has no policy for the pattern {shown_value(branch)}"
             raise NotFoundError(f"{handle.store.url} {what}: see repo.policy()")
         return replace(held, default=held.default if branch is not None else Policy(), branches=left)
 

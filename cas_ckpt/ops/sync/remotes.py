@@ -322,7 +322,7 @@ def remote_named(
         NotFoundError: neither a remote nor a place. InvalidInputError: a URL with a secret in it.
     """
     settings = read_settings(handle.store)
-    text = os.fspath(ORIGIN if given is None else given)
+    text = ORIGIN if given is None else os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
         raise InvalidInputError(f"{shown_value(given)} is not a remote: give a name, a URL or a path")
     named = next((remote for remote in settings.remotes if remote.name == text), None)

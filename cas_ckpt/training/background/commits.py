@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from cas_ckpt.arguments import texts
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.held_signals import Turn
@@ -284,7 +285,7 @@ def settled(request: CommitRequest) -> CommitRequest:
         provenance=False if fields.provenance is None else decode_value(fields.provenance),
         parents=fields.parents, lineage=decoded_lineage(fields.lineage), other_parents=tuple(request.other_parents),
         command=tuple(sys.argv), folder=working_folder(),
-        frozen=request.frozen if isinstance(request.frozen, str) or request.frozen is None else tuple(request.frozen),
+        frozen=None if request.frozen is None else texts("frozen", request.frozen),
     )  # fmt: skip
 
 
