@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
-from cas_ckpt.arguments import check_flag, check_path
+from cas_ckpt.arguments import check_flag, check_path, one_text
 from cas_ckpt.core.config import SHORT
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
@@ -220,10 +220,11 @@ class Settings:
         Raises:
             NotFoundError: there is none.
         """
+        one_text("name", name)
         found = next((remote for remote in self.remotes if remote.name == name), None)
         if found is None:
             known = ", ".join(remote.name for remote in self.remotes)
-            what = f"known are {known}" if known else f"none is noted: repo.add_remote({shown_value(name)}, URL)"
+            what = f"known are {known}" if known else f'none is noted: repo.add_remote("{name}", URL)'
             raise NotFoundError(f"there is no remote {shown_value(name)}: {what}")
         return found
 
