@@ -1,9 +1,9 @@
 """Types of what several calls take, and checks of what would do harm, or end in an obscure error, if it were wrong.
 
 Closed choices are the `Literal`s here (encodings: objects/codec.py), which signatures, checks and the command line use.
-Numbers, paths, lists of texts and choices are checked by the functions here where they are used; what has a grammar of
-its own (revisions, times, states, policies, regions) where that is known. Anything else of a wrong type raises what
-Python raises for it.
+Flags are checked by the method of `Repository` that takes them; numbers, paths, lists of texts and choices by the
+functions here where they are used; what has a grammar of its own (revisions, times, states, policies, regions) where
+that is known.
 
 Invariant: a check raises `InvalidInputError` or nothing, and never asks an object that it does not know for its text:
 the `repr` of a tensor whose memory was freed ends the process.
@@ -131,25 +131,16 @@ def _refused(name: str, given: object, wanted: str) -> InvalidInputError:
     return InvalidInputError(f"{name} is {shown_value(given)}: give {wanted}")
 
 
-def check_flag(name: str, given: Any) -> None:
+def check_flags(**given: Any) -> None:
     """Refuse what is neither True nor False, of Python or NumPy: any text is true, "no" among them.
 
     Raises:
-        InvalidInputError: says so.
-    """
-    is_numpy = getattr(given, "shape", None) == () and "bool" in str(getattr(given, "dtype", ""))
-    if not isinstance(given, bool) and not is_numpy:
-        raise _refused(name, given, "True or False")
-
-
-def check_flags(**given: Any) -> None:
-    """`check_flag` of each: "no" would else delete, overwrite or force.
-
-    Raises:
-        InvalidInputError: as there.
+        InvalidInputError: names the first one.
     """
     for name, flag in given.items():
-        check_flag(name, flag)
+        is_numpy = getattr(flag, "shape", None) == () and "bool" in str(getattr(flag, "dtype", ""))
+        if not isinstance(flag, bool) and not is_numpy:
+            raise _refused(name, flag, "True or False")
 
 
 def whole_number(given: Any) -> int | None:

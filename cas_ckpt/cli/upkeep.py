@@ -336,7 +336,7 @@ def _repair(
     from cas_ckpt.ops.fsck.repair import repair_url
     from cas_ckpt.ops.fsck.report import RepairRequest
 
-    request = RepairRequest(frozenset(kinds), tuple(sources), refs, read_data, dry_run)
+    request = RepairRequest(kinds, tuple(sources), refs, read_data, dry_run)
     report = repair_url(settings.place(), request, index_url=settings.index, progress=settings.show_progress())
     settings.show({**plain(report), "ok": report.ok}, _repaired(report, quiet=settings.quiet))
     return 0 if report.ok else PARTLY

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from cas_ckpt.arguments import check_flag, check_path
+from cas_ckpt.arguments import check_path
 from cas_ckpt.core.config import (
     CONFIG_KEY,
     DEFAULT_BRANCH,
@@ -62,8 +62,7 @@ def init_repository(
         PermissionDeniedError, TransientStorageError: the index cannot be made; then there is no repository either.
     """
     check_new_name(default_branch)
-    if index_url is not None:
-        check_path(index_url)
+    index_url = None if index_url is None else check_path(index_url)
     store = open_store(url)
     is_local = store.abilities.local
     config = Config(
@@ -89,7 +88,7 @@ def init_repository(
                 if index_url is not None:
                     Index.discard(index_url, store_id=config.store_id)
                 raise
-        if index_url is not None and "://" in str(index_url):
+        if index_url is not None and "://" in index_url:
             with suppress(InvalidInputError):  # with a password: each says it for himself
                 check_url(index_url)
                 change_settings(store, lambda settings: replace(settings, index_url=index_url))
@@ -155,9 +154,7 @@ def open_allowed(
     Raises:
         PermissionDeniedError: it may not be opened so.
     """
-    if read_only is not None:
-        check_flag("read_only", read_only)
-    lazy = read_only is None or bool(read_only)
+    lazy = read_only is not False
     try:
         return RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=lazy)
     except PermissionDeniedError:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
-from cas_ckpt.arguments import check_flag, check_path, one_text
+from cas_ckpt.arguments import check_flags, check_path, one_text
 from cas_ckpt.core.config import SHORT
 from cas_ckpt.core.ref_store import swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
@@ -148,8 +148,8 @@ class Remote:
     def __post_init__(self) -> None:
         check_remote_name(self.name)
         check_url(self.url)
-        for name in ("tier", "promisor"):  # another value would make the record one that is not read any more
-            check_flag(name, getattr(self, name))
+        check_flags(tier=self.tier, promisor=self.promisor)  # another value: a record that is not read any more
+        for name in ("tier", "promisor"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         for pattern in (*self.fetch, *self.push):
             if not isinstance(pattern, str) or not pattern or len(pattern) > 200 or not pattern.isprintable():

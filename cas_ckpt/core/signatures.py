@@ -340,9 +340,8 @@ def clear_signers(handle: RepositoryHandle, pattern: str | None = None) -> Signe
     def changed(held: SignedBranches) -> SignedBranches:
         left = tuple(each for each in held.branches if pattern not in (None, each.pattern))
         if pattern is not None and left == held.branches:
-            raise NotFoundError(
-                f"{handle.store.url} has no signers for the pattern {shown_value(pattern)}: see repo.signers()"
-            )
+            named = shown_value(pattern)
+            raise NotFoundError(f"{handle.store.url} has no signers for the pattern {named}: see repo.signers()")
         return SignedBranches(left)
 
     return _change(handle, changed)

@@ -309,7 +309,8 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
         ConflictError: the new name is taken, or the old one was moved at the same time.
     """
     handle.require_writable()
-    one_text("old", old), one_text("new", new)
+    one_text("old", old)
+    one_text("new", new)
     if kind is RefKind.BRANCH and _is_default(handle, old):
         raise InvalidInputError(
             f'{old!r} is the default branch of this repository and stays: repo.branch("{new}") makes another beside it'

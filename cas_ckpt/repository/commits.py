@@ -229,14 +229,9 @@ class CommitVerbs(Opened):
 
         revisions = revision_texts(ref)
         wanted = commit_filter(
-            since=since,
-            until=until,
-            step=step,
-            metrics=() if where is None else where,
-            author=author,
-            world_size=world_size,
-            axes=axes,
-        )
+            since=since, until=until, step=step, metrics=() if where is None else where, author=author,
+            world_size=world_size, axes=axes,
+        )  # fmt: skip
         found = log_commits(
             self._handle, revisions, limit=check_limit(limit), all_refs=all_refs, first_parent=first_parent,
             wanted=wanted, keys=keys, grep=texts("grep", grep),

@@ -278,7 +278,7 @@ class Opened(Uncopied):
         """
         from cas_ckpt.core.create import open_allowed, open_or_init, require_rights
 
-        check_flags(create=create, **({} if read_only is None else {"read_only": read_only}))
+        check_flags(create=create, read_only=False if read_only is None else read_only)
         if create and read_only:
             raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
         ranks, handle = Ranks(group, timeout_s), None

@@ -290,7 +290,6 @@ class RemoteVerbs(Opened):
             ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret; a filter of
                 what is no promisor.
         """
-        check_flags(tier=tier, promisor=promisor)
         from cas_ckpt.core.settings import Remote, stored_url
         from cas_ckpt.ops.sync.remotes import add_remote
 
@@ -317,7 +316,6 @@ class RemoteVerbs(Opened):
         from cas_ckpt.core.settings import stored_url
         from cas_ckpt.ops.sync.remotes import set_remote
 
-        check_flags(**{name: flag for name, flag in (("tier", tier), ("promisor", promisor)) if flag is not None})
         given: dict[str, Any] = {"url": None if url is None else stored_url(url), "tier": tier, "promisor": promisor}
         patterns = {"fetch": fetch, "push": push, "filter": filter}
         given |= {field: None if one is None else texts(field, one) for field, one in patterns.items()}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_choice, check_flag, check_flags, check_limit, texts
+from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_flags, check_limit, texts
 from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
@@ -233,13 +233,11 @@ class UpkeepVerbs(Opened):
             ConflictError: another collection is at work. StorageError: the medium refused; the next
                 collection goes on from there.
         """
-        check_flags(dry_run=dry_run)
+        check_flags(dry_run=dry_run, merge=False if merge is None else merge)
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions
 
-        if merge is not None:
-            check_flag("merge", merge)
         own = None if shard is None else parse_shard(shard)
         many = None if merge is None else MANY_SMALL * merge
         options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, many_small=many, shard=own)
@@ -321,13 +319,8 @@ class UpkeepVerbs(Opened):
         from cas_ckpt.ops.fsck.repair import repair_open
         from cas_ckpt.ops.fsck.report import RepairRequest
 
-        request = RepairRequest(
-            frozenset(check_choice("what to repair", each, RepairKind) for each in what),
-            texts("sources", sources),
-            {} if refs is None else refs,
-            read_data,
-            dry_run,
-        )
+        moved = {} if refs is None else refs
+        request = RepairRequest(what, texts("sources", sources), moved, read_data, dry_run)
         return repair_open(self._handle, request, progress=shown(progress))
 
     @translates_memory_errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -10,15 +11,19 @@ import numpy as np
 import pytest
 
 from cas_ckpt import Repository
+from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.settings import SETTINGS_KEY, Remote, Settings, change_settings, check_url, read_settings, stored_url
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.postgres import from_settings
 from cas_ckpt.objects.digest import seal, unseal
-from cas_ckpt.ops.sync.remotes import remote_named
+from cas_ckpt.ops.sync.remotes import remote_named, rename_remote
+from cas_ckpt.storage import url as schemes
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from tests.effects import FaultPlan, lose_reply
+from tests.memory_bucket import MemoryBucket
 from tests.wrapped_stores import FaultyStore
 
 ORIGIN = Remote("origin", "s3://bucket/runs?region=eu-west-1")
@@ -250,3 +255,13 @@ def test_a_place_that_is_none_is_refused_without_its_secret(url: str) -> None:
         open_store(url)
     assert SECRET not in str(caught.value)
     assert SECRET not in str(caught.value.__cause__)
+
+
+def test_a_remote_that_was_noted_where_it_may_not_be_can_be_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a repository that was copied into a bucket, whose remote is a promisor: only its name changes."""
+    bucket = ObjectStore(MemoryBucket(), "", url="s3://bucket")
+    monkeypatch.setitem(schemes.SCHEMES, "s3", lambda text: bucket)
+    with closing(init_repository("s3://bucket", cache=None)) as handle:
+        noted = Remote("origin", "/data/base", promisor=True)
+        change_settings(handle.store, lambda held: held.with_remote(noted))
+        assert rename_remote(handle, "origin", "base").promisor

@@ -39,7 +39,7 @@ from cas_ckpt.arguments import (
     SnapshotKind,
     WorkerKind,
     check_choice,
-    check_flag,
+    check_flags,
     check_real,
     check_whole,
     checked_step,
@@ -158,8 +158,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     """
     for name, choices in _CHOICES.items():
         check_choice(name, getattr(request, name), choices)
-    for name in ("create", "orphan", "allow_pickle"):
-        check_flag(name, getattr(request, name))
+    check_flags(create=request.create, orphan=request.orphan, allow_pickle=request.allow_pickle)
     for name in ("frozen_audit", "replica_audit"):
         share = check_real(name, getattr(request, name))
         if not 0 <= share <= 1:

@@ -139,7 +139,7 @@ def _repair_all_but_index(
         if "records" in kinds:
             moved = _make_room(store, "records", ROOT_RECORDS, log)
             _repair_records(store, sources, moved, log)
-        if kinds & {"packs", "chunks"}:
+        if "packs" in kinds or "chunks" in kinds:
             records = check_lost_refs(store, index, check_records(store, Findings(store)), Findings(store))
             if records.config is None:
                 advice = 'repair it first, with repo.repair("config", sources=[OTHER])'

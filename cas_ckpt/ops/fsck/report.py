@@ -7,7 +7,7 @@ Pure: nothing here reads the store or an index.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import get_args
@@ -187,7 +187,7 @@ class RepairRequest:
         dry_run: Report what would be done.
     """
 
-    kinds: frozenset[RepairKind]
+    kinds: Collection[RepairKind]
     sources: Sequence[str] = ()
     refs: Mapping[str, str] = field(default_factory=dict)
     read_data: bool = False

@@ -469,9 +469,9 @@ class MonthRates:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if (value is not None or each.name != "keep_days") and not (
-                isinstance(value, (int, float)) and 0 <= value <= 1e9
-            ):
+            if value is None and each.name == "keep_days":
+                continue
+            if not (isinstance(value, (int, float)) and 0 <= value <= 1e9):
                 raise InvalidInputError(f"{each.name} is {shown_value(value)}: give a number from 0 on")
 
 

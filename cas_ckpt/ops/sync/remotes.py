@@ -162,6 +162,10 @@ def add_remote(handle: RepositoryHandle, made: Remote) -> Remote:
             repository that is not on a local disk.
     """
     check_promisor(handle.store, made.promisor)
+    return _note(handle, made)
+
+
+def _note(handle: RepositoryHandle, made: Remote) -> Remote:
     handle.require_writable()
     check_new_name(f"{made.name}/main")  # as its branches are called here
 
@@ -182,12 +186,14 @@ def set_remote(handle: RepositoryHandle, name: str, **changes: Any) -> Remote:
             promisor; or a promisor of a repository that is not on a local disk.
     """
     handle.require_writable()
-    check_promisor(handle.store, changes.get("promisor"))
 
     def change(held: Settings) -> Settings:
         was = held.remote(name)
         moved = was.moved or ("url" in changes and bool(was.repository))
-        return held.with_remote(replace(was, moved=moved, **changes))
+        made = replace(was, moved=moved, **changes)
+        if "promisor" in changes:
+            check_promisor(handle.store, made.promisor)
+        return held.with_remote(made)
 
     return change_settings(handle.store, change).remote(name)
 
@@ -229,7 +235,7 @@ def _forget_untrue(handle: RepositoryHandle, other: RepositoryHandle, name: str)
             take_away(handle, ref, f"{name} is another repository")
 
 
-def check_promisor(store: Store, promisor: bool | None) -> None:
+def check_promisor(store: Store, promisor: bool) -> None:
     """Refuse a promisor of a repository that is not near.
 
     Raises:
@@ -289,7 +295,7 @@ def rename_remote(handle: RepositoryHandle, old: str, new: str) -> Remote:
         NotFoundError: there is no remote `old`. ConflictError: there is one called `new`.
     """
     held = read_settings(handle.store).remote(old)
-    made = add_remote(handle, replace(held, name=new))
+    made = _note(handle, replace(held, name=new))
     tracking = _of(old, list(handle.refs.list(RefKind.REMOTE)))
     remember(handle, {f"{new}/{_branch_of(old, ref)}": ref.target for ref in tracking}, f"renamed from {old}")
     _take_remote_away(handle, held)
