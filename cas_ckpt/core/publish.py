@@ -349,13 +349,10 @@ def _swapped(
         )  # fmt: skip
     except ConflictError:
         return None  # fenced by a garbage collection, or moved by another process: the next look says
-    except StorageError as error:
-        try:
-            now = handle.refs.get(ref.kind, ref.name).target
-        except NotFoundError:
-            raise error from None
-        if now == ref.target or not _follows(handle, now, target):  # nor does what it was before say that it moved
-            raise
+    except StorageError:
+        now = handle.refs.find(ref.kind, ref.name)
+        if now is None or now.target == ref.target or not _follows(handle, now.target, target):
+            raise  # nor does what it was before say that it moved
         return ref  # the swap was done, its reply was lost, and a commit is on top of it already
 
 
@@ -436,9 +433,8 @@ def ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unles
     Args:
         unless: Refuse a new one whose name has another meaning, as for `check_meaning`; empty: have it all the same.
     """
-    try:
-        ref = handle.refs.get(kind, name)
-    except NotFoundError as error:
+    ref = handle.refs.find(kind, name)
+    if ref is None:
         if kind is not RefKind.REMOTE:
             check_new_name(name)
         check_free(handle, kind, name)
@@ -449,7 +445,7 @@ def ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, unles
         if handle.refs.was_announced(key) and not exists(handle.store, key):
             raise CorruptionError(
                 f'{key} is gone, and was not deleted: restore the file from a copy, or run repo.repair("refs")'
-            ) from error
+            )
         try:
             return handle.refs.create_placeholder(kind, name)
         except ConflictError:
@@ -500,8 +496,8 @@ def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
     """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
     other = _RIVALS.get(kind)
     taken = None if other is None else handle.refs.find(other, name)
-    if other is not None and taken is not None and taken.target is not None:
-        raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
+    if taken is not None and taken.target is not None:
+        raise ConflictError(f"{name!r} is a {taken.kind.label} already, and names are used once: choose another name")
 
 
 def check_meaning(

@@ -116,21 +116,21 @@ class RefStore:
         Raises:
             NotFoundError: no such ref. CorruptionError: its record is damaged.
         """
-        key = ref_key(kind, name)
-        try:
-            record = self._store.get(key)
-        except NotFoundError as error:
-            self._tell(False)
-            raise NotFoundError(f"there is no {kind.label} {name!r}") from error
-        self._tell(self._lists_versions and self._remembered().get(key, ("", b""))[1] == record)
-        return self._noted(decode_ref(kind, name, key, record))
+        found = self.find(kind, name)
+        if found is None:
+            raise NotFoundError(f"there is no {kind.label} {name!r}")
+        return found
 
     def find(self, kind: RefKind, name: str) -> Ref | None:
         """The ref as `get` gives it; None if there is none."""
+        key = ref_key(kind, name)
         try:
-            return self.get(kind, name)
+            record = self._store.get(key)
         except NotFoundError:
+            self._tell(False)
             return None
+        self._tell(self._lists_versions and self._remembered().get(key, ("", b""))[1] == record)
+        return self._noted(decode_ref(kind, name, key, record))
 
     def seen(self, kinds: Sequence[RefKind], name: str) -> list[Ref]:
         """The refs of this name that have a target, of these kinds, in their order; for readers."""
@@ -143,15 +143,11 @@ class RefStore:
             records = None
         found = []
         for kind, key in zip(kinds, keys, strict=True):
-            try:
-                if records is not None and key not in records:
-                    continue
-                ref = (
-                    self._remember(self.get(kind, name)) if records is None else self._decoded(kind, name, key, records)
-                )
-            except NotFoundError:
-                continue
-            if ref.target is not None:
+            if records is not None:
+                ref = self._decoded(kind, name, key, records) if key in records else None
+            elif (ref := self.find(kind, name)) is not None:
+                self._remember(ref)
+            if ref is not None and ref.target is not None:
                 found.append(ref)
         return found
 
@@ -292,17 +288,16 @@ class RefStore:
         except CorruptionError:
             return self.get(kind, name)
 
-    def _remember(self, ref: Ref) -> Ref:
-        """`ref`, whose record the next process will know again; its version is not known, so a listing reads it."""
+    def _remember(self, ref: Ref) -> None:
+        """Let the next process know the record again; its version is not known, so a listing reads it."""
         known, record = self._remembered(), ref.record
         if self._cache is None or not self._lists_versions or record is None:
-            return ref
+            return
         if known.get(ref.key, ("", b""))[1] != record:
             now = {**known, ref.key: ("", record)}
             with self._lock:
                 self._known = now
             self._cache.note_refs(now)
-        return ref
 
     def _noted(self, ref: Ref) -> Ref:
         """`ref`, of which is remembered where its target is said to be."""

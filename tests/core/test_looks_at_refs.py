@@ -23,6 +23,8 @@ from tests.remote_store import RemoteStore
 LOOKS: tuple[Callable[[RepositoryHandle], object], ...] = (
     lambda handle: list(handle.refs.list()),
     lambda handle: handle.refs.get(RefKind.BRANCH, "main"),
+    lambda handle: handle.refs.find(RefKind.BRANCH, "main"),
+    lambda handle: handle.refs.seen([RefKind.BRANCH], "main"),
     lambda handle: handle.index.packs(),
     lambda handle: handle.sync(),
 )
