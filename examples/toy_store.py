@@ -9,14 +9,13 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, OutOfSpaceError, StorageError
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
+    StreamWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -156,7 +155,7 @@ class ToyStore(Uncopied):
         """No connection outlives its call."""
 
 
-class ToyWriter:
+class ToyWriter(StreamWriter):
     """The `StreamWriter`: pieces are gathered, `commit` writes them. A store for daily use writes through instead."""
 
     def __init__(self, store: ToyStore, key: str) -> None:
@@ -183,11 +182,3 @@ class ToyWriter:
         if not self._open:
             raise StorageError(f"{self._key}: this writer was committed, aborted or failed; open a new one")
         self._open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()

@@ -483,15 +483,13 @@ def decode_hints(data: Buffer) -> Hints:
     """
     if hints_bytes(data) != len(data):
         raise CorruptionError("the hints of a pack are not as long as they say")
-    view = memoryview(data)
-    if blake3(view[:-CHECK_BYTES]).digest(length=CHECK_BYTES) != bytes(view[-CHECK_BYTES:]):
-        raise CorruptionError("the hints of a pack are damaged: their checksum does not match")
-    _, version, encoding, stored, plain = _FOOTER.unpack_from(view[len(data) - _FOOTER_BYTES :])
+    body = _unsealed(data, "the hint data of a pack")
+    _, version, encoding, stored, plain = _FOOTER.unpack_from(body, len(body) - _FOOTER.size)
     if version > _HINTS_VERSION:
         raise UnsupportedVersionError(f"hints of version {version}: this cas_ckpt reads up to {_HINTS_VERSION}")
     from cas_ckpt.objects import codec
 
-    payload = unpack_canonical(codec.decode_extent(encoding, view[:stored], num_bytes=plain))
+    payload = unpack_canonical(codec.decode_extent(encoding, memoryview(body)[:stored], num_bytes=plain))
     try:
         depth = payload["depth"]
         if type(depth) is not int or not 0 <= depth < 1 << 63:

@@ -34,8 +34,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError
@@ -60,6 +58,7 @@ from cas_ckpt.storage.store import (
     RESERVED_PART,
     Abilities,
     Leftovers,
+    StreamWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -113,7 +112,7 @@ class _Stage(enum.Enum):
     POISONED = "poisoned by an earlier error"
 
 
-class FileWriter:
+class FileWriter(StreamWriter):
     """The `StreamWriter` of a `FileStore`."""
 
     def __init__(
@@ -184,14 +183,6 @@ class FileWriter:
         if self._stage in (_Stage.OPEN, _Stage.POISONED):
             self._stage = _Stage.ABORTED
             self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
     def _leave_open(self) -> None:
         """Poison the writer for as long as the caller is at work: an error leaves it so."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
@@ -21,6 +20,7 @@ from cas_ckpt.native import Part
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
+    StreamWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -160,7 +160,7 @@ class MemoryStore(Uncopied):
         """Keeps the values: a later `open_store` of the same name finds them."""
 
 
-class MemoryWriter:
+class MemoryWriter(StreamWriter):
     """The `StreamWriter` of a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore, key: str) -> None:
@@ -204,11 +204,3 @@ class MemoryWriter:
     def _require_open(self) -> None:
         if not self._open:
             raise StorageError(f"{self._key}: this writer was committed, aborted or failed; open a new one")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()

@@ -27,8 +27,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
@@ -52,6 +50,7 @@ from cas_ckpt.storage.store import (
     Abilities,
     Leftovers,
     ListedVersion,
+    StreamWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -415,7 +414,7 @@ class _Stale(ConflictError):
     """The object is of another version than the condition names."""
 
 
-class ObjectWriter:
+class ObjectWriter(StreamWriter):
     """The `StreamWriter` of an `ObjectStore`: what fits into one part is one request, the rest an upload of parts."""
 
     def __init__(self, store: ObjectStore, key: str, name: str) -> None:
@@ -478,11 +477,3 @@ class ObjectWriter:
             raise StorageError(
                 f"{self._key}: this writer was committed, aborted or poisoned by an error; open a new one"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()

@@ -104,11 +104,13 @@ class StreamWriter(Protocol):
         """Forget what was written; harmless when called twice, or after `commit`."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.abort()
 
 
 @runtime_checkable

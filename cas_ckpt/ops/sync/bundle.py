@@ -21,8 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 from zipfile import ZipFile, ZipInfo
 
 from cas_ckpt.arguments import Buffer, check_path
@@ -45,6 +44,7 @@ from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
     Store,
+    StreamWriter,
     byte_view,
     check_key,
     check_range,
@@ -113,7 +113,7 @@ class _FileValues(MemoryStore):
         return iter(sorted([*super().list(prefix), *placed]))
 
 
-class _Appending:
+class _Appending(StreamWriter):
     """One pack that is being written to the end of a bundle; a `StreamWriter`."""
 
     def __init__(self, bundle: BundleWriter, key: str) -> None:
@@ -164,14 +164,6 @@ class _Appending:
     def _require_open(self) -> None:
         if not self._is_open:
             raise StorageError(f"{self._key}: this writer has ended")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
 
 class BundleWriter(_FileValues):
