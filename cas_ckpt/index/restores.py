@@ -187,10 +187,8 @@ def read_plans(
     connection: Connection, root: bytes | None = None, *, planner_version: int | None = None
 ) -> list[KeptPlan]:
     """All plans for `root`, or all there are, by (root, mesh, target); of one version of the planner, or any."""
-    if root is None:
-        found = _plans(connection, rows(connection, _SUMMED.format(where="true")))
-    else:
-        found = _plans(connection, rows(connection, _SUMMED.format(where="p.root = :root"), root=root))
+    where = "true" if root is None else "p.root = :root"
+    found = _plans(connection, rows(connection, _SUMMED.format(where=where), root=root))
     found = [plan for plan in found if planner_version in (None, plan.row.planner_version)]
     return sorted(found, key=lambda plan: (plan.row.root, plan.row.mesh, plan.row.target))
 
@@ -301,7 +299,7 @@ def read_restores(connection: Connection, root: bytes | None = None, *, limit: i
     where = "" if root is None else "WHERE root = :root"
     most = "" if limit is None else f"LIMIT {int(limit)}"
     asked = f"SELECT {columns_of(RESTORES)} FROM t_restores {where} ORDER BY restore_id DESC {most}"
-    found = rows(connection, asked, **({} if root is None else {"root": root}))
+    found = rows(connection, asked, root=root)
     return [RestoreRow(*(*row[:11], bool(row[11]), row[12])) for _, *row in found]
 
 
