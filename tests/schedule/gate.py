@@ -7,8 +7,7 @@ are nobody's business before they are committed, so they wait for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.storage.store import Abilities, Store, StreamWriter
@@ -97,7 +96,7 @@ class GatedStore:
         pass
 
 
-class GatedWriter:
+class GatedWriter(StreamWriter):
     """The `StreamWriter` of a `GatedStore`."""
 
     def __init__(self, inner: StreamWriter, ask: Callable[[Callable[[], Any]], Any]) -> None:
@@ -112,11 +111,3 @@ class GatedWriter:
 
     def abort(self) -> None:
         self._inner.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
