@@ -11,6 +11,7 @@ import torch
 
 from cas_ckpt import CommitOptions, Policy, Repository, limits
 from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.ops.retention.policy import Retention
 
 LIMITED: dict[str, dict[str, object]] = {
     "log": {}, "metrics": {}, "best": {"metric": "loss"}, "nearest": {"what": "main"}, "reflog": {}, "du": {},
@@ -105,6 +106,7 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
         ("import_file", {"path": "a\ud800"}, "cannot be a path"),
         ("push", {"remote": "memory://x", "force_with_lease": 3}, "^3 is not a revision"),
         ("unpin", {"name": None}, "name is None: give text"),
+        ("forget", {"policy": Retention(Policy(keep_last=1))}, "policy is .*: give rules such as"),
         ("set_policy", {"policy": Policy(keep_last=1), "branch": ["ft/*"]}, r"branch is \['ft/\*'\]: give text"),
         ("du", {"by": "week"}, "by is 'week': give 'commit' or 'branch' or"),
         ("export", {"ref": "main", "path": "x", "format": "pickle"}, "format is 'pickle': give 'safetensors' or"),

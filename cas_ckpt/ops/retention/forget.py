@@ -248,7 +248,7 @@ class ForgetReport(Brief):
 
 def forget(
     handle: RepositoryHandle,
-    policy: Policy | Retention | None = None,
+    policy: Policy | None = None,
     *,
     revisions: Sequence[Revision] = (),
     branches: Sequence[str] = (),
@@ -266,19 +266,28 @@ def forget(
     Raises:
         InvalidInputError: neither, both; else as for the two functions below.
     """
-    if policy is not None and not isinstance(policy, (Policy, Retention)):
+    if policy is not None and not isinstance(policy, Policy):
         raise InvalidInputError(f"policy is {shown_value(policy)}: give rules such as Policy(keep_last=3)")
     if (policy is None) == (not revisions):
         raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
     if revisions and branches:
         raise InvalidInputError("branches are for rules: a revision is forgotten wherever it is")
+    rules = None if policy is None else Retention(policy)
+    return _forget(
+        handle, rules, revisions, branches, dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=progress
+    )
+
+
+def _forget(
+    handle: RepositoryHandle, rules: Retention | None, revisions: Sequence[Revision], branches: Sequence[str], *,
+    dry_run: bool, gc: bool, verify_tier: bool, progress: Progress,
+) -> ForgetReport:  # fmt: skip
     collect = gc and not dry_run
     how = {"dry_run": dry_run, "measure": not collect, "verify_tier": verify_tier}
-    if policy is None:
+    if rules is None:
         report = forget_revisions(handle, revisions, **how)
     else:
-        retention = Retention(policy) if isinstance(policy, Policy) else policy
-        report = forget_by_policy(handle, retention, branches=branches, **how)
+        report = forget_by_policy(handle, rules, branches=branches, **how)
     if not collect:
         return report
     from cas_ckpt.ops.gc.gc import collect_garbage
@@ -298,7 +307,7 @@ def apply_policy(
     rules = read_policy(handle.store)
     if rules.is_empty:
         raise InvalidInputError(f"{handle.store.url} has no policy: repo.set_policy(Policy(keep_daily=7)) makes one")
-    return forget(handle, rules, branches=branches, dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=progress)
+    return _forget(handle, rules, (), branches, dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=progress)
 
 
 def forget_by_policy(
@@ -404,7 +413,10 @@ def _finish(
     new = [digest for digest in digests if digest not in before]
     if not dry_run:
         handle.require_writable()
-    freed = stored_bytes_freed(handle, new, refs=refs) if measure else None
+    freed = 0 if measure else None
+    if new and measure:
+        now, then = _without(handle, new, list(handle.refs.every()) if refs is None else refs)
+        freed = _difference(handle, now, then).stored_bytes
     if new and not dry_run:
         write_forgotten(handle.store, new, author=default_author())
     return ForgetReport(tuple(decided), tuple(digest.hex() for digest in new), freed, dry_run)
@@ -473,23 +485,6 @@ def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:
     named = {ref.target for ref in refs if ref.target is not None}
     now, then = _without(handle, wanted, refs)
     return _difference(handle, now, then, kept=tuple(sorted(digest.hex() for digest in wanted & named)))
-
-
-def stored_bytes_freed(
-    handle: RepositoryHandle, commits: Collection[Digest], *, refs: Sequence[Ref] | None = None
-) -> int:
-    """Bytes, encoded as they are in packs, that die with these commits.
-
-    Args:
-        refs: As they were read, placeholders and deleted ones too; None: read them now.
-
-    Raises:
-        CorruptionError: a ref leads to a commit that is in no intact pack.
-    """
-    if not commits:
-        return 0
-    now, then = _without(handle, commits, list(handle.refs.every()) if refs is None else refs)
-    return liveness.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots)).stored_bytes
 
 
 def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequence[Ref]) -> tuple[LiveSets, LiveSets]:
