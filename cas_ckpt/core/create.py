@@ -127,19 +127,13 @@ def open_or_init(
     Raises:
         ConflictError: something else is there.
     """
-    try:
+    with suppress(NoRepositoryError):  # it is made below
         return RepositoryHandle.open(url, index_url=index_url, cache=cache)
-    except NoRepositoryError:
-        pass  # it is made below
     try:
         return init_repository(url, index_url=index_url, cache=cache)
-    except ConflictError:
-        try:
-            return RepositoryHandle.open(
-                url, index_url=index_url, cache=cache
-            )  # another process made it at the same time
-        except NoRepositoryError:
-            pass  # something else is there: what init said of it is raised
+    except ConflictError:  # another process made it at the same time
+        with suppress(NoRepositoryError):  # something else is there: what init said of it is raised
+            return RepositoryHandle.open(url, index_url=index_url, cache=cache)
         raise
 
 

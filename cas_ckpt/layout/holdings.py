@@ -331,8 +331,8 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
     equals: dict[int, tuple[int, ...]] = {}
     for leaf, start in enumerate(range(0, total, leaf_items)):
         stop = min(start + leaf_items, total)
-        whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
-        if whole is None:
+        owner = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
+        if owner is None:
             found = tuple(
                 LeafPiece(at, common)
                 for band in range_boxes(sizes, start, stop)
@@ -344,12 +344,12 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
                 held[piece.part] += piece.box.num_elements
             most = max(held.values())
             largest = tuple(sorted(part for part, count in held.items() if count == most))
-            whole = largest[0]
-            if any(piece.part != whole for piece in found):
+            owner = largest[0]
+            if any(piece.part != owner for piece in found):
                 pieces[leaf] = found
             if len(largest) > 1:
                 equals[leaf] = largest
-        owners.append(whole)
+        owners.append(owner)
     return LeafMap(tuple(owners), pieces, equals)
 
 

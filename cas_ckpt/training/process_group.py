@@ -2,8 +2,8 @@
 
 How a collective goes:
 
-1. Every rank sends every other one a header of fixed size: which call this is, the how many-th, the
-   and the length of the message that will follow for that very rank.
+1. Every rank sends every other one a header of fixed size: which call this is, the how many-th, and
+   the length of the message that will follow for that very rank.
 2. All have the same headers now (lengths apart) and so come to the same end: if a rank came with
    `fail`, its text follows instead of all messages and everybody raises it; if the calls differ,
    everybody raises that. Both leave the group in step, so it stays usable.

@@ -243,7 +243,7 @@ def _restore(
         copies = tuple(copy if copy.placement is None else _own_part(copy, copy.placement, rank) for copy in copies)
     note.copies, note.complete = copies, note.complete and not unexpected
     if peers.size == 1:
-        note.add_whole(copies)
+        note.add_alone(copies)
 
     def on_verified() -> None:
         head = handle.head
@@ -306,7 +306,7 @@ def load_state(
     with logged(handle, row, verb=LOAD, complete=keys is None, rank=max(world_rank(), 0)) as note:
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
-            note.add_whole(copies)
+            note.add_alone(copies)
             check_restore(copies)
             note.num_bytes += fetch_tensors(handle, copies, progress=progress, unseen=True)
 

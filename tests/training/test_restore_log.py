@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
 
 from cas_ckpt import PerRank, Repository, RNGState, StateDict, limits
 from cas_ckpt.core.handle import RepositoryHandle
@@ -29,6 +32,7 @@ from cas_ckpt.training.verbs import checkout_state, commit_state
 from tests.ops.fsck.fsck_cases import flip
 from tests.ranks import results, run_processes
 from tests.thread_peers import run_ranks
+from tests.training.fake_world import fake_world
 from tests.training.restore_log_cases import PLANNED
 
 CASES = "tests.training.restore_log_cases"
@@ -135,6 +139,21 @@ def test_a_chunk_that_no_rank_wants_is_left_alone_though_some_want_others_of_its
     note.planned(plan_restore_reads([RestoreRequest("w", spec, (own,))], 2), [stored])
     note.check_complete(Container("dict", {"w": stored}))
     assert note.left_alone == left_alone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("cut", "size"), [(Cut(0), 8), (Cut(0), 200_000), (Replicate(), 200_000)], ids=str)
+def test_of_a_process_that_is_alone_in_a_job_the_part_that_it_holds_is_not_the_whole(
+    repo: Repository, rank: int, cut: Any, size: int
+) -> None:
+    commit = repo.commit({"w": torch.arange(float(size))})
+    with fake_world(rank, 2), Repository.open(repo.url, group=None) as alone:
+        target = distribute_tensor(torch.zeros(size), init_device_mesh("cpu", (2,)), [cut], src_data_rank=None)
+        alone.checkout(into={"w": target})
+    wanted = torch.arange(float(size)).chunk(2)[rank] if cut.is_shard() else torch.arange(float(size))
+    assert torch.equal(target.to_local(), wanted)
+    assert [each.complete for each in repo.restores(commit)] == [cut.is_replicate()]
+    assert (repo.log()[0].restored_s is not None) == cut.is_replicate()
 
 
 def test_the_state_is_what_is_proven_and_not_the_commit(repo: Repository) -> None:

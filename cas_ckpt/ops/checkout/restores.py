@@ -14,6 +14,7 @@ is read only logs nothing.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from cas_ckpt.core.tree import stored_tensors
 from cas_ckpt.index import restores
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.layout.holdings import Shard, wants_id, whole
+from cas_ckpt.layout.holdings import Shard, held_by, wants_id, whole
 from cas_ckpt.layout.plan_summary import rank_totals, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan
 from cas_ckpt.objects.digest import Digest
@@ -125,11 +126,13 @@ class RestoreNote:
         """Several ranks do what is in `plan`, whose requests are for `stored`."""
         self.plan, self.stored = plan, stored
 
-    def add_whole(self, copies: Sequence[TensorCopy]) -> None:
-        """This process, alone, wants all of each. The copies are not kept: their memory may be needed."""
+    def add_alone(self, copies: Sequence[TensorCopy]) -> None:
+        """This process, alone, wants all of each, or its own part. They are not kept: their memory may be needed."""
         for copy in copies:
-            if copy.stored.node is not None:
-                shape = copy.stored.spec.shape
+            shape, part = copy.stored.spec.shape, copy.placement
+            if part is not None and sum(box.num_elements for box, _ in held_by(0, shape, part)) < math.prod(shape):
+                self.complete = False
+            elif copy.stored.node is not None:
                 if shape not in self._whole:
                     self._whole[shape] = whole(shape, [0])
                 self._wanted.append((copy.stored.node, self._whole[shape]))

@@ -46,7 +46,6 @@ from cas_ckpt.training.capture.composites import PACKED_DTYPES, composite_fault,
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
-    HOST,
     PLAIN_TENSORS,
     Array,
     CopiedTensor,
@@ -62,7 +61,6 @@ from cas_ckpt.training.capture.tensors import (
     supported,
     view_of,
 )
-from cas_ckpt.training.device.hasher import HASHERS
 from cas_ckpt.training.per_rank import GENERATOR, set_generator
 from cas_ckpt.training.restore.materialize import Builder, NewObjects
 
@@ -85,7 +83,7 @@ class RestoreDraft:
     Attributes:
         copies: All that is to be read.
         loads: What Stateful objects are to be given, in the order of the state.
-        missing: Paths that the target has and the commit does not have.
+        missing: Paths that the target has and the commit does not have, with what is there until it is settled.
         unexpected: Paths that the commit has and the target does not have.
         faults: Sentences, each naming a key, what was wanted and found, and what to do.
         devices: Where the targets are, other than the host.
@@ -99,14 +97,13 @@ class RestoreDraft:
         self.strict = strict
         self.copies: list[TensorCopy] = []
         self.loads: list[Load] = []
-        self.missing: list[Path] = []
+        self.missing: dict[Path, Any] = {}
         self.unexpected: list[Path] = []
         self.faults: list[str] = []
         self.devices: set[torch.device] = set()
         self.tied: list[torch.Tensor] = []
         self._read_layout = layout
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
-        self._values_of_missing: list[tuple[Path, Any]] = []
         self._written: list[Memory] = []
 
     @cached_property
@@ -124,7 +121,7 @@ class RestoreDraft:
         """The memory that this process may not write, as it was when this was first asked."""
         return ReadOnlyMemory()
 
-    def note_missing(self, path: Path, value: Any = None) -> None:
+    def note_missing(self, path: Path, value: Any) -> None:
         """The commit has nothing at `path`, where the target has `value`; only counts if it was asked for.
 
         Raises:
@@ -136,14 +133,11 @@ class RestoreDraft:
             where = render_key(path[:-1]) or "the target"
             raise InvalidInputError(f"{where} has the key {shown_value(path[-1])}: give text or integers as keys")
         if self.selection.selects(path):
-            self.missing.append(path)
-            self._values_of_missing.append((path, value))
+            self.missing[path] = value
 
     def settle_missing(self) -> None:
         """Take what is filled under another key out of `missing`: files often leave out the second of tied tensors."""
-        filled = {path for path, value in self._values_of_missing if self._is_filled(value, path)}
-        self.missing = [path for path in self.missing if path not in filled]
-        self._values_of_missing.clear()
+        self.missing = {path: None for path, value in self.missing.items() if not self._is_filled(value, path)}
 
     def _is_filled(self, value: Any, path: Path) -> bool:
         if not isinstance(value, torch.Tensor):
@@ -161,7 +155,7 @@ class RestoreDraft:
     def note_missing_names(self, names: Iterable[str], path: Path) -> set[str]:
         """Those of the parts `names` of the object at `path` that were asked for; they are noted as missing."""
         missing = {name for name in names if self.selection.selects((*path, name))}
-        self.missing += [(*path, name) for name in sorted(missing)]
+        self.missing.update(((*path, name), None) for name in sorted(missing))
         return missing
 
     # ------------------------------------------------------------ tensors
@@ -176,8 +170,7 @@ class RestoreDraft:
             spec, stride, _, address, offset = simple
             form = _form_of_tensor(spec.shape, stride, tensor.dtype, False, False)
             low = address + offset * spec.item_bytes
-            target = HostTensor(tensor) if HASHERS.get(HOST) is None else CopiedTensor(tensor)
-            self._fill(path, item, spec, target, [Memory("cpu", low, low + form.extent, form, path)])
+            self._fill(path, item, spec, elements_of(tensor), [Memory("cpu", low, low + form.extent, form, path)])
             return lambda: tensor
         if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
             divided = sharded(tensor, path, supported)  # each rank fills what it holds
@@ -439,7 +432,7 @@ def _form_of_array(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.d
     return _form(shape, strides, 1, dtype.itemsize, dtype.name if dtype.isnative else dtype.str, False, False)
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed
+@dataclass(slots=True, eq=False)
 class Memory:
     """The memory of one tensor or array that has elements, and what a restore writes there.
 

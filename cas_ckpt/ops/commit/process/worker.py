@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -236,10 +237,8 @@ class CommitWorker:
             known, child = self._lent.pop(id(arena), None), self._child
             if known is None or child is None:
                 return
-            try:
+            with suppress(ChildEnded):  # and its mappings with it
                 child.take_back(known[1])
-            except ChildEnded:
-                pass  # and its mappings with it
 
     def _decide(
         self, asked: _Asked | None, request: CommitRequest, peers: Peers, *, branch: str | None = None,
@@ -456,9 +455,7 @@ class _Asked:
     def end(self) -> None:
         """The commit is over: its slots are taken back."""
         for arena, name in self._slots.values():
-            try:
+            with suppress(ChildEnded):  # and its mappings with it
                 self._child.take_back(name)
-            except ChildEnded:
-                pass
             arena.close()
         self._slots = {}
