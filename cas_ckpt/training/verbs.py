@@ -30,7 +30,6 @@ from cas_ckpt.core.signatures import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.memory import limits, memory_budget, python_gc_paused
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -239,10 +238,9 @@ def _restore(
     numbers = numbers_of(peers)
     if numbers is not None:
         copies = tuple(replace(copy, placement=_placement(copy.placement, numbers, copy.path)) for copy in copies)
-    elif peers.size == 1 and (rank := world_rank()) > 0:  # alone in a job, where placements have the numbers of the job
-        copies = tuple(copy if copy.placement is None else _own_part(copy, copy.placement, rank) for copy in copies)
     note.copies, note.complete = copies, note.complete and not unexpected
     if peers.size == 1:
+        copies = tuple(map(_own_part, copies))
         note.add_alone(copies)
 
     def on_verified() -> None:
@@ -390,10 +388,11 @@ def numbers_of(peers: Peers) -> Mapping[int, int] | None:
     return {world: own for own, world in enumerate(members)}
 
 
-def _own_part(copy: TensorCopy, placement: Placement, rank: int) -> TensorCopy:
-    """`copy` for a process that is alone in its group: what world rank `rank` holds of the target is all that it is."""
-    held = held_by(rank, copy.stored.spec.shape, placement)
-    return replace(copy, placement=BoxPlacement(tuple((box, (0,)) for box, _ in held)))
+def _own_part(copy: TensorCopy) -> TensorCopy:
+    """`copy` for a process that is alone in its group: what this process holds of the target is all that it is."""
+    if not isinstance(copy.target, ShardElements):
+        return copy
+    return replace(copy, placement=BoxPlacement(tuple((piece.box, (0,)) for piece in copy.target.pieces)))
 
 
 def _placement(placement: Placement | None, numbers: Mapping[int, int], path: Path) -> Placement | None:

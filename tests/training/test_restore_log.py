@@ -156,6 +156,17 @@ def test_of_a_process_that_is_alone_in_a_job_the_part_that_it_holds_is_not_the_w
     assert (repo.log()[0].restored_s is not None) == cut.is_replicate()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("size", [8, 200_000])
+def test_after_the_job_a_process_fills_the_part_that_it_held_in_it(repo: Repository, rank: int, size: int) -> None:
+    commit = repo.commit({"w": torch.arange(float(size))})
+    with fake_world(rank, 2):
+        target = distribute_tensor(torch.zeros(size), init_device_mesh("cpu", (2,)), [Cut(0)], src_data_rank=None)
+    repo.checkout(into={"w": target})
+    assert torch.equal(target._local_tensor, torch.arange(float(size)).chunk(2)[rank])
+    assert [each.complete for each in repo.restores(commit)] == [False]
+
+
 def test_the_state_is_what_is_proven_and_not_the_commit(repo: Repository) -> None:
     repo.checkout("main", into=training())
     again = repo.commit(training(), message="the same state again")
