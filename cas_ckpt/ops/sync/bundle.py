@@ -48,6 +48,7 @@ from cas_ckpt.storage.store import (
     byte_view,
     check_key,
     check_range,
+    reading,
     too_long,
     too_short,
     writing,
@@ -90,7 +91,8 @@ class _FileValues(MemoryStore):
         data = memoryview(bytearray(length))
         done = 0
         while done < length:
-            count = os.preadv(self.fd, [data[done:]], offset + done)
+            with reading(self.url):
+                count = os.preadv(self.fd, [data[done:]], offset + done)
             if not count:
                 raise CorruptionError(f"{self.url}: it ends at {offset + done} bytes: copy the file again")
             done += count

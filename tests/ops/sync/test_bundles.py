@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import tracemalloc
@@ -283,6 +284,15 @@ def test_a_damaged_bundle_is_refused_by_fetch_and_clone(here: Repository, tmp_pa
         there.fetch(path)
     with pytest.raises(CorruptionError):
         Repository.clone(path, tmp_path / "clone")
+
+
+def test_a_medium_that_fails_while_a_bundle_is_read_is_an_error_of_storage(here: Repository, tmp_path: Path) -> None:
+    here.create_bundle(tmp_path / "all.bundle")
+    end, other = os.pipe()
+    with closing(BundleStore(tmp_path / "all.bundle")) as store, open(end, "rb"), open(other, "wb"):
+        os.dup2(end, store.fd)  # no read at an offset succeeds there
+        with pytest.raises(StorageError, match="reading bundle://.*all.bundle"):
+            store.get("config")
 
 
 @pytest.mark.parametrize("kind", [CorruptionError, MemoryError])
