@@ -4,7 +4,7 @@
     2. nothing refers to it, it is complete in several packs, or not complete in any: a candidate
     3. candidates are looked at again each time, and are none any more when all is well with them
 
-Invariant: what is wanting in one of these ways is a candidate (a row of the table `suspects`), or is in a pack above
+Invariant: what is wanting in one of these ways is a candidate (a row of `t_suspects`), or is in a pack above
 the watermark; dropping packs makes candidates of what they leave behind (index/contents.py). A candidate is never a
 verdict. Must not know which commits live.
 """

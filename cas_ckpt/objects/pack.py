@@ -483,7 +483,9 @@ def decode_hints(data: Buffer) -> Hints:
     """
     if hints_bytes(data) != len(data):
         raise CorruptionError("the hints of a pack are not as long as they say")
-    body = _unsealed(data, "the hint data of a pack")
+    body = bytes(data[:-CHECK_BYTES])
+    if _sealed(body) != data:
+        raise CorruptionError("the hints of a pack are damaged: their checksum does not match")
     _, version, encoding, stored, plain = _FOOTER.unpack_from(body, len(body) - _FOOTER.size)
     if version > _HINTS_VERSION:
         raise UnsupportedVersionError(f"hints of version {version}: this cas_ckpt reads up to {_HINTS_VERSION}")
