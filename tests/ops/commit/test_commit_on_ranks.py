@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt import limits
@@ -341,6 +341,7 @@ def divisions(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], int, Placement]:
 
 
 @settings(max_examples=tries(20, 60), deadline=None)
+@example((numbers(2, 101, 331), 2, over(mesh(2), "S(1)")))  # leaves of several boxes each, which the ranks share
 @given(divisions())
 def test_the_same_state_has_the_same_root_and_chunks_under_any_mesh(case: tuple[Any, int, Placement]) -> None:
     array, size, placement = case

@@ -1,6 +1,6 @@
 """What comes with a filter, or on demand, beside collections: each goes on after the other at every request.
 
-At every third in each run, at all of them in `make search`.
+At every third and at each swap in each run, at all of them in `make search`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cas_ckpt.storage.store import Store
 from tests.searches import tries
 from tests.wrapped_stores import CountingStore
 
-MOST_REQUESTS, EVERY = 400, tries(3, 1)
+EVERY = tries(3, 1)
 
 
 class Interrupted(CountingStore):
@@ -29,11 +29,12 @@ class Interrupted(CountingStore):
 
     def __init__(self, inner: Store, at: int, meanwhile: Callable[[], None]) -> None:
         super().__init__(inner)
-        self._at, self._meanwhile, self.number = at, meanwhile, 0
+        self._at, self._meanwhile = at, meanwhile
+        self.requests: list[str] = []
 
     def _ask(self, request: str, key: str, ask: Callable[[Store], Any], **given: Any) -> Any:
-        self.number += 1
-        if self.number == self._at:
+        self.requests.append(request)
+        if len(self.requests) == self._at:
             self._meanwhile()
         return super()._ask(request, key, ask, **given)
 
@@ -94,21 +95,27 @@ def at_every_request(
     folder: Path, deed: Callable[[Repository], Any], meanwhile: Callable[[Path], Any], num: int
 ) -> None:
     prepared(folder)
-    for at in range(1, MOST_REQUESTS, EVERY):
+
+    def stopped(at: int) -> list[str]:
+        """The requests of the deed if the other one came before number `at` of them; at 0: behind all of them."""
         with copied(folder) as place:
-            store = Interrupted(FileStore(place), at, lambda place=place: meanwhile(place))  # type: ignore[misc]
+            store = Interrupted(FileStore(place), at, lambda: meanwhile(place))
             with Repository(RepositoryHandle.on_store(store, cache=None)) as repo:
                 try:
                     deed(repo)
                 except (ConflictError, NotFoundError):  # refused: the other one was faster
                     deed(repo)
-            if store.number < at:
+            if not at:
                 meanwhile(place)
+            if at % 6 == 0:
                 check(place, num)
-                return
-            if at % 6 == 1:
-                check(place, num)
-    raise AssertionError("it never ended")
+        return store.requests
+
+    requests = stopped(0)
+    assert "get" in requests
+    for at, request in enumerate(requests, 1):
+        if at % EVERY == 0 or request == "compare_and_swap":
+            stopped(at)
 
 
 def test_19_a_collection_at_any_moment_of_a_fetch_with_a_filter(tmp_path: Path) -> None:
