@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import get_args
 
-from cas_ckpt.arguments import RepairKind, check_choice, one_text, texts
+from cas_ckpt.arguments import RepairKind, check_choice, one_text
 from cas_ckpt.core.records import Brief
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.storage.file import FileStore
@@ -199,7 +199,7 @@ class RepairRequest:
         if not isinstance(self.refs, Mapping):
             raise InvalidInputError(f"refs is {shown_value(self.refs)}: give a dict of names and revisions")
         for ref, revision in self.refs.items():
-            texts(f"refs[{one_text('a name in refs', ref)!r:.80}]", revision)
+            one_text(f"refs[{one_text('a name in refs', ref)!r:.80}]", revision)
 
 
 @dataclass(frozen=True, slots=True)
