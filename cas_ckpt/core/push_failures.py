@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt import clock
-from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.ref_store import read_record, swap_record
 from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError
+from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import Store
 
@@ -79,11 +79,7 @@ def note_push(store: Store, remote: str, error: Exception | None) -> None:
 
 
 def _read(store: Store) -> tuple[dict[str, PushFailure], bytes | None]:
-    try:
-        record = store.get(TIERS_KEY)
-    except NotFoundError:
-        return {}, None
-    return _decode(unseal("tiers", record, version=VERSION, key=TIERS_KEY)), record
+    return read_record(store, TIERS_KEY, _decode, {}, version=VERSION)
 
 
 def _encode(failures: Mapping[str, PushFailure]) -> bytes:

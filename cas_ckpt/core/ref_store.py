@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import write_released
@@ -40,7 +40,7 @@ from cas_ckpt.errors import (
     TooLargeError,
 )
 from cas_ckpt.memory import current_limits
-from cas_ckpt.objects.digest import Digest, seal
+from cas_ckpt.objects.digest import Digest, seal, unseal
 from cas_ckpt.parallel.workers import map_all
 from cas_ckpt.storage.store import ListsVersions, Store, exists, few_keys
 
@@ -65,6 +65,8 @@ REFS_AT_ONCE = 1_000
 
 KNOWN_BYTES = 64 * 1024 * 1024
 """Records that are remembered from look to look: what is beyond is read again. They may be a stranger's."""
+
+_MOST_ATTEMPTS = 100
 
 MOST_PACKS = 10_000
 """Hints of refs that are remembered at a time."""
@@ -483,3 +485,38 @@ def swap_record(store: Store, key: str, expected: bytes | None, record: bytes) -
             if store.get(key) == record:
                 return
         raise
+
+
+def read_record(
+    store: Store, key: str, decode: Callable[[Mapping[str, Any]], _T], none: _T, *, version: int
+) -> tuple[_T, bytes | None]:
+    """The sealed record of the kind `key` under `key`, decoded, and its bytes to swap; `none` where there is none.
+
+    Raises:
+        CorruptionError: it is damaged. UnsupportedVersionError: of a later version. Whatever `decode` raises.
+    """
+    try:
+        record = store.get(key)
+    except NotFoundError:
+        return none, None
+    return decode(unseal(key, record, version=version, key=key)), record
+
+
+def change_record(
+    store: Store, key: str, read: Callable[[Store], tuple[_T, bytes | None]], encode: Callable[[_T], bytes],
+    change: Callable[[_T], _T],
+) -> _T:  # fmt: skip
+    """Put what `change` makes of a record in its place, and return it; `change` is called again after a conflict.
+
+    Raises:
+        ConflictError: others change it all the time. Whatever `change` raises.
+    """
+    for _ in range(_MOST_ATTEMPTS):
+        held, record = read(store)
+        wanted = change(held)
+        try:
+            swap_record(store, key, record, encode(wanted))
+            return wanted
+        except ConflictError:
+            continue
+    raise ConflictError(f"{key} was changed {_MOST_ATTEMPTS} times meanwhile: look at it, then try again")

@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urlsplit, urlu
 
 from cas_ckpt.arguments import check_flags, check_path, one_text
 from cas_ckpt.core.config import SHORT
-from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.ref_store import change_record, read_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
 from cas_ckpt.errors import (
     ConflictError,
@@ -37,7 +37,7 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     shown_value,
 )
-from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.bucket_url import SECRET
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import reject_single_slash_url
@@ -113,7 +113,6 @@ VERSION = 1
 
 MAX_REMOTES = 100
 MAX_URL_BYTES = 2048
-MAX_ATTEMPTS = 100
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
 
@@ -325,25 +324,18 @@ def change_settings(store: Store, change: Callable[[Settings], Settings]) -> Set
     Raises:
         ConflictError: others change them all the time. Whatever `change` raises.
     """
-    for _ in range(MAX_ATTEMPTS):
-        held, record = _read(store)
+
+    def changed(held: Settings) -> Settings:
         wanted = change(held)
         if wanted.index_url:
             check_url(wanted.index_url)
-        try:
-            swap_record(store, SETTINGS_KEY, record, _encode(wanted))
-            return wanted
-        except ConflictError:
-            continue
-    raise ConflictError(f"{SETTINGS_KEY} was changed {MAX_ATTEMPTS} times meanwhile: look at it, then try again")
+        return wanted
+
+    return change_record(store, SETTINGS_KEY, _read, _encode, changed)
 
 
 def _read(store: Store) -> tuple[Settings, bytes | None]:
-    try:
-        record = store.get(SETTINGS_KEY)
-    except NotFoundError:
-        return Settings(), None
-    return _decode(unseal("settings", record, version=VERSION, key=SETTINGS_KEY)), record
+    return read_record(store, SETTINGS_KEY, _decode, Settings(), version=VERSION)
 
 
 def _encode(settings: Settings) -> bytes:

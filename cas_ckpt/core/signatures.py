@@ -31,7 +31,7 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import one_text
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.ref_store import change_record, read_record
 from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, TagSignature, default_author, ref_key, tag_bytes
 from cas_ckpt.core.revisions import Revision, resolve_ref
 from cas_ckpt.errors import (
@@ -43,7 +43,7 @@ from cas_ckpt.errors import (
     shown_value,
 )
 from cas_ckpt.index.statements import batches
-from cas_ckpt.objects.digest import Digest, ObjectKind, seal, short, unseal
+from cas_ckpt.objects.digest import Digest, ObjectKind, seal, short
 from cas_ckpt.objects.nodes import decode_commit, split_signature
 from cas_ckpt.signing import UNSIGNED, SignatureInfo, Trust, parse_signers, sign
 from cas_ckpt.storage.store import Store
@@ -349,18 +349,11 @@ def clear_signers(handle: RepositoryHandle, pattern: str | None = None) -> Signe
 
 def _change(handle: RepositoryHandle, change: Callable[[SignedBranches], SignedBranches]) -> SignedBranches:
     handle.require_writable()
-    for _ in range(MAX_ATTEMPTS):
-        held, record = _read(handle.store)
-        wanted = change(held)
-        try:
-            swap_record(handle.store, SIGNERS_KEY, record, _encode(wanted))
-        except ConflictError:
-            continue
-        for ref in list(handle.refs.every()):  # also those that are just being begun
-            if ref.kind is RefKind.BRANCH:
-                _mark(handle, ref)
-        return wanted
-    raise ConflictError(f"{SIGNERS_KEY} was changed {MAX_ATTEMPTS} times meanwhile: look at it, then try again")
+    wanted = change_record(handle.store, SIGNERS_KEY, _read, _encode, change)
+    for ref in list(handle.refs.every()):  # also those that are just being begun
+        if ref.kind is RefKind.BRANCH:
+            _mark(handle, ref)
+    return wanted
 
 
 def _mark(handle: RepositoryHandle, ref: Ref) -> None:
@@ -379,11 +372,7 @@ def _mark(handle: RepositoryHandle, ref: Ref) -> None:
 
 
 def _read(store: Store) -> tuple[SignedBranches, bytes | None]:
-    try:
-        record = store.get(SIGNERS_KEY)
-    except NotFoundError:
-        return SignedBranches(), None
-    return _decode(unseal("signers", record, version=VERSION, key=SIGNERS_KEY)), record
+    return read_record(store, SIGNERS_KEY, _decode, SignedBranches(), version=VERSION)
 
 
 def _encode(signed: SignedBranches) -> bytes:

@@ -20,11 +20,11 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import one_text
 from cas_ckpt.core.config import POLICY_KEY
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.ref_store import swap_record
+from cas_ckpt.core.ref_store import change_record, read_record
 from cas_ckpt.core.refs import default_author
 from cas_ckpt.core.units import BUCKETS, UNLIMITED, parse_period
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
-from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.store import Store
 
 MAX_COUNT = 2**31 - 1
@@ -209,8 +209,6 @@ def _checked_texts(name: str, values: object) -> tuple[str, ...]:
 
 VERSION = 1
 
-MAX_ATTEMPTS = 100
-
 
 def read_policy(store: Store) -> Retention:
     """The rules of the repository; empty ones if it has none.
@@ -273,23 +271,11 @@ def _with_branch(held: Retention, pattern: str, policy: Policy) -> Retention:
 
 def _change(handle: RepositoryHandle, change: Callable[[Retention], Retention]) -> Retention:
     handle.require_writable()
-    for _ in range(MAX_ATTEMPTS):
-        held, record = _read(handle.store)
-        wanted = change(held)
-        try:
-            swap_record(handle.store, POLICY_KEY, record, _encode(wanted))
-            return wanted
-        except ConflictError:
-            continue
-    raise ConflictError(f"{POLICY_KEY} was changed {MAX_ATTEMPTS} times meanwhile: look at it, then try again")
+    return change_record(handle.store, POLICY_KEY, _read, _encode, change)
 
 
 def _read(store: Store) -> tuple[Retention, bytes | None]:
-    try:
-        record = store.get(POLICY_KEY)
-    except NotFoundError:
-        return Retention(), None
-    return _decode(unseal("policy", record, version=VERSION, key=POLICY_KEY)), record
+    return read_record(store, POLICY_KEY, _decode, Retention(), version=VERSION)
 
 
 def _encode(retention: Retention) -> bytes:
