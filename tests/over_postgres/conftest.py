@@ -6,15 +6,14 @@ memory keeps its index in memory: tests that make such ones have no place here.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import URL, Engine, make_url
+from sqlalchemy import URL, Engine, event, make_url
 
 from cas_ckpt.core import handle
 from cas_ckpt.index import meta, postgres
@@ -49,16 +48,11 @@ def template(server_url: str) -> str:
 def databases(server_url: str, template: str) -> Iterator[Callable[[Path], str]]:
     """From a folder to the URL of its database, which is made when it is asked for first."""
     made: dict[Path, str] = {}
-    opened: list[Engine] = []
-    open_engine = postgres.open_engine
-
-    def noted(url: URL, schema: str) -> Engine:
-        opened.append(open_engine(url, schema))
-        return opened[-1]
 
     with (
         psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True) as server,
         pytest.MonkeyPatch.context() as patched,
+        _closed(),  # those of repositories that a module shares
     ):
 
         def database(path: Path) -> str:
@@ -72,34 +66,36 @@ def databases(server_url: str, template: str) -> Iterator[Callable[[Path], str]]
         def place(store: Store, *kept: handle.RepositoryCache | None) -> str:
             return database(store.root.resolve()) if isinstance(store, FileStore) else usual(store, *kept)
 
-        patched.setattr(postgres, "open_engine", noted)  # those of repositories that a module shares
         patched.setattr(handle, "index_place", place)
         patched.setattr(postgres, "schema_of", lambda store_id: SCHEMA)
         yield database
-        _close(opened)
         for name in made.values():
             server.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
 @pytest.fixture(autouse=True)
-def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def closed() -> Iterator[None]:
     """No connection stays open that a test left to Python's garbage collector, as it may with SQLite."""
-    opened: list[Engine] = []
+    with _closed():
+        yield
+
+
+@contextmanager
+def _closed() -> Iterator[None]:
+    """At the end, the connections of engines made here are closed, also those that a traceback still holds.
+
+    Each by itself: to look for them in everything that a process of tests has imported took a second a test.
+    """
+    connections: list[psycopg.Connection] = []
     open_engine = postgres.open_engine
 
     def noted(url: URL, schema: str) -> Engine:
-        opened.append(open_engine(url, schema))
-        return opened[-1]
+        engine = open_engine(url, schema)
+        event.listen(engine, "connect", lambda connection, record: connections.append(connection))
+        return engine
 
-    monkeypatch.setattr(postgres, "open_engine", noted)
-    yield
-    _close(opened)
-
-
-def _close(opened: list[Engine]) -> None:
-    """Close their connections; those that tracebacks and generators in cycles still hold, too."""
-    while opened:
-        opened.pop().dispose()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(postgres, "open_engine", noted)
+        yield
+    for connection in connections:
+        connection.close()
