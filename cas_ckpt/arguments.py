@@ -1,9 +1,9 @@
 """Types of what several calls take, and checks of what would do harm, or end in an obscure error, if it were wrong.
 
 Closed choices are the `Literal`s here (encodings: objects/codec.py), which signatures, checks and the command line use.
-Flags are checked by the method of `Repository` that takes them; numbers, paths, lists of texts and choices by the
-functions here where they are used; what has a grammar of its own (revisions, times, states, policies, regions) where
-that is known.
+Flags are checked by the method of `Repository` that takes them, and `allow_pickle` also where a pickle is loaded;
+numbers, paths, lists of texts and choices by the functions here where they are used; what has a grammar of its own
+(revisions, times, states, policies, regions) where that is known.
 
 Invariant: a check raises `InvalidInputError` or nothing, and never asks an object that it does not know for its text:
 the `repr` of a tensor whose memory was freed ends the process.
@@ -141,6 +141,14 @@ def check_flags(**given: Any) -> None:
         is_numpy = getattr(flag, "shape", None) == () and "bool" in str(getattr(flag, "dtype", ""))
         if not isinstance(flag, bool) and not is_numpy:
             raise _refused(name, flag, "True or False")
+
+
+def optional_flag(name: str, given: Any) -> bool | None:
+    """A flag that may be left open, of Python, for which `is False` is asked: None stays None; else as `check_flags`."""
+    if given is None:
+        return None
+    check_flags(**{name: given})
+    return bool(given)
 
 
 def whole_number(given: Any) -> int | None:

@@ -32,7 +32,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from cas_ckpt.arguments import Buffer
+from cas_ckpt.arguments import Buffer, check_flags
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.objects.digest import (
     ATOMS,
@@ -440,6 +440,7 @@ class Decoder:
                 f"{self.key}: the value was committed as a pickle, and loading a pickle can run any code. "
                 "Pass allow_pickle=True if you trust whoever wrote it, or leave this key out"
             )
+        check_flags(allow_pickle=self.allow_pickle)  # of whatever door: "no" and 1 are true, and this runs code
         self.exact = False
         try:
             return pickle.loads(payload)  # noqa: S301  # only behind allow_pickle

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import ProcessGroup, check_flags, check_real, check_whole, texts
+from cas_ckpt.arguments import ProcessGroup, check_flags, check_real, check_whole, optional_flag, texts
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
@@ -278,7 +278,8 @@ class Opened(Uncopied):
         """
         from cas_ckpt.core.create import open_allowed, open_or_init, require_rights
 
-        check_flags(create=create, read_only=False if read_only is None else read_only)
+        check_flags(create=create)
+        read_only = optional_flag("read_only", read_only)
         if create and read_only:
             raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
         ranks, handle = Ranks(group, timeout_s), None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_flags, check_limit, texts
+from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_flags, check_limit, optional_flag, texts
 from cas_ckpt.errors import translates_memory_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
@@ -233,7 +233,8 @@ class UpkeepVerbs(Opened):
             ConflictError: another collection is at work. StorageError: the medium refused; the next
                 collection goes on from there.
         """
-        check_flags(dry_run=dry_run, merge=False if merge is None else merge)
+        check_flags(dry_run=dry_run)
+        optional_flag("merge", merge)
         from cas_ckpt.core.units import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import MANY_SMALL, GcOptions

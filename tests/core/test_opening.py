@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cas_ckpt import CkptError, InvalidInputError, NoRepositoryError, PermissionDeniedError, Repository
@@ -78,8 +79,9 @@ def test_a_folder_that_was_deleted_is_no_empty_repository(place: Path, verb: Cal
 def test_what_may_not_be_written_is_opened_only_to_be_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cas_ckpt.storage.file._may_write", lambda _: False)  # root may write everywhere
     assert FileStore(place).abilities.read_only
-    with pytest.raises(PermissionDeniedError, match="read_only=True"):
-        Repository.open(place)
+    for no in (False, np.False_):
+        with pytest.raises(PermissionDeniedError, match="read_only=True"):
+            Repository.open(place, read_only=no)  # type: ignore[arg-type,unused-ignore]
     with Repository.open(place, read_only=True) as repo:
         assert len(repo.log()) == 2
         with pytest.raises(PermissionDeniedError, match="may not be written by this process"):

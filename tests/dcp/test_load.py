@@ -196,6 +196,9 @@ def test_loading_runs_no_pickle_of_the_commit(repo: Repository) -> None:
     target: dict[str, Any] = {"f": None, "g": None}
     with pytest.raises(CheckpointException, match="allow_pickle"):
         load(target, CasStorageReader(repo))
+    with pytest.raises(CheckpointException, match="allow_pickle is 'no': give True or False"):
+        load(target, CasStorageReader(repo, allow_pickle="no"))  # type: ignore[arg-type]
+    assert target == {"f": None, "g": None}
     load(target, CasStorageReader(repo, allow_pickle=True))
     assert target == {"f": {1, 2}, "g": same}
 

@@ -97,6 +97,7 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
         ("best", {"metric": ["loss"]}, r"metric is \['loss'\]: give text"),
         *((verb, {"ref": "main", "key": None}, "key is None: give text") for verb in ("read", "entry", "holders")),
         ("gc", {"merge": "no"}, "merge is 'no': give True or False"),
+        *((verb, {"tags": "no"}, "tags is 'no': give True or False") for verb in ("fetch", "pull")),
         ("compare_plans", {"ref": "main", "targets": [2], "most_ranks": "4"}, "most_ranks is '4': give a whole"),
         ("plan", {"ref": "main", "target": 2, "storage_bandwidth": "1e9"}, "storage_bandwidth is '1e9': give a finite"),
         *(("fsck", {"read_data": True, name: "5"}, f"{name} is '5'") for name in ("max_duration_s", "max_age_s")),

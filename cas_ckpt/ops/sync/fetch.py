@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from cas_ckpt.arguments import did_you_mean
+from cas_ckpt.arguments import did_you_mean, optional_flag
 from cas_ckpt.core.completeness import require_complete
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import change_default_branch, init_repository
@@ -87,6 +87,9 @@ class FetchRequest:
     commits: Sequence[str] = ()
     widen: bool = False
     force: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", optional_flag("tags", self.tags))
 
     @property
     def options(self) -> SendOptions:
