@@ -144,7 +144,7 @@ def check_flags(**given: Any) -> None:
 
 
 def optional_flag(name: str, given: Any) -> bool | None:
-    """A flag that may be left open, of Python, for which `is False` is asked: None stays None; else as `check_flags`."""
+    """A flag that may be left open: None, or True or False of Python, for which `is False` is asked."""
     if given is None:
         return None
     check_flags(**{name: given})
