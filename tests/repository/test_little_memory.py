@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import sqlite3
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,25 +53,32 @@ def test_under_a_limit_of_the_address_space_every_error_is_one_of_ours(tmp_path:
     assert out == "refused\n", err
 
 
-def _many_rows() -> None:
+QUESTIONS: list[tuple[str, tuple[Any, ...]]] = [
+    ("find", ()), ("find_commits", ()), ("log", ()), ("ls", ()), ("du", ()), ("show", ()), ("plan", ("HEAD", 2)),
+    ("sql", ("SELECT * FROM entries",)),
+]  # fmt: skip
+
+
+def _no_memory_for_sqlite() -> None:
     with Repository.init("memory://many-rows", group=None) as repo:
         repo.commit({str(number): number for number in range(5000)})
-        found = [repo.find()]
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (mapped, resource.RLIM_INFINITY))
-        try:
-            while len(found) < 100:
-                found.append(repo.find())
-        except TooLargeError:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            print("refused")
+        for name, arguments in QUESTIONS:
+            getattr(repo, name)(*arguments)
+        # SQLite's own limit, of the process. Under one of the address space the interpreter itself may end in a
+        # fault once it cannot have the few bytes of a MemoryError.
+        with pytest.raises(MemoryError):
+            sqlite3.connect(":memory:").execute("PRAGMA hard_heap_limit=1").fetchone()
+        for name, arguments in QUESTIONS:
+            with pytest.raises(TooLargeError):
+                getattr(repo, name)(*arguments)
+            print(name)
     sys.stdout.flush()
 
 
 def test_a_question_with_more_rows_than_there_is_memory_is_too_large() -> None:
-    with Forked(_many_rows, stdout=PIPE, stderr=PIPE) as process:
+    with Forked(_no_memory_for_sqlite, stdout=PIPE, stderr=PIPE) as process:
         out, err = process.communicate()
-    assert out == "refused\n", err
+    assert out.split() == [name for name, _ in QUESTIONS], err
 
 
 @pytest.mark.parametrize("name", ["cas-ckpt-background", "cas-ckpt-1"])
