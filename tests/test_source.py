@@ -187,7 +187,7 @@ class Rule:
         return not any(inside == place or inside.startswith(f"{place}/") for place in self.allowed)
 
 
-MAY_START_THREADS = ("parallel", "testing", "storage/part_workers.py")
+MAY_START_THREADS = ("parallel", "testing", "storage/object_parts.py")
 
 RULES = (
     Rule("only training, dcp and formats import torch", imports_of("torch"), "def f():\n    from torch import nn",

@@ -42,9 +42,9 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import phase
-from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.storage.store import ReadsPastCache, Store
+from cas_ckpt.storage.url import without_secrets
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle

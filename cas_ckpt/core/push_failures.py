@@ -18,8 +18,8 @@ from cas_ckpt.core.refs import NONCE_BYTES
 from cas_ckpt.core.settings import MAX_REMOTES, check_remote_name
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError
 from cas_ckpt.objects.digest import seal
-from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import without_secrets
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle

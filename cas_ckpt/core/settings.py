@@ -38,9 +38,8 @@ from cas_ckpt.errors import (
     shown_value,
 )
 from cas_ckpt.objects.digest import seal
-from cas_ckpt.storage.bucket_url import SECRET
 from cas_ckpt.storage.store import Store
-from cas_ckpt.storage.url import reject_single_slash_url
+from cas_ckpt.storage.url import SECRET, reject_single_slash_url
 
 SETTINGS_KEY = "settings"
 

@@ -21,7 +21,6 @@ Must not know: what is stored, threads (it is called by many and starts none).
 
 from __future__ import annotations
 
-import enum
 import errno
 import fcntl
 import os
@@ -36,7 +35,7 @@ from itertools import count
 from pathlib import Path
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.memory import copy_bytes, new_buffer
 from cas_ckpt.native import Part
 from cas_ckpt.storage.disk import (
@@ -58,7 +57,7 @@ from cas_ckpt.storage.store import (
     RESERVED_PART,
     Abilities,
     Leftovers,
-    StreamWriter,
+    OneWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -105,14 +104,7 @@ class DirectChoice:
     buffers: deque[memoryview] = field(default_factory=lambda: deque(maxlen=KEPT_BUFFERS))
 
 
-class _Stage(enum.Enum):
-    OPEN = "open"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-    POISONED = "poisoned by an earlier error"
-
-
-class FileWriter(StreamWriter):
+class FileWriter(OneWriter):
     """The `StreamWriter` of a `FileStore`."""
 
     def __init__(
@@ -125,12 +117,11 @@ class FileWriter(StreamWriter):
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """A writer of `key` into `temporary`; `publish` gives that its name."""
-        self._key = key
+        super().__init__(key)
         self._temporary = temporary
         self._publish = publish
         self._choice = choice
         self._direct = False
-        self._stage = _Stage.OPEN
         try:
             self._buffer = choice.buffers.pop()  # one that was used before
         except IndexError:
@@ -159,7 +150,7 @@ class FileWriter(StreamWriter):
                     self._write_out(self._buffer)
                     self._filled = 0
                 rest = rest[taken:]
-        self._stage = _Stage.OPEN
+        self._open = True
 
     def commit(self) -> None:
         self._leave_open()
@@ -176,19 +167,14 @@ class FileWriter(StreamWriter):
                 except FileExistsError as error:
                     raise already_there(self._key) from error
         finally:
-            self._release()
-        self._stage = _Stage.COMMITTED
+            self.abort()
 
     def abort(self) -> None:
-        if self._stage in (_Stage.OPEN, _Stage.POISONED):
-            self._stage = _Stage.ABORTED
-            self._release()
-
-    def _leave_open(self) -> None:
-        """Poison the writer for as long as the caller is at work: an error leaves it so."""
-        if self._stage is not _Stage.OPEN:
-            raise StorageError(f"{self._key}: this writer is {self._stage.value}; open a new one and write again")
-        self._stage = _Stage.POISONED
+        self._open = False
+        if self._buffer.nbytes:  # else it has been done
+            self._temporary.discard()
+            self._choice.buffers.append(self._buffer)
+            self._buffer, self._filled = memoryview(b""), 0
 
     def _write_straight(self, piece: memoryview) -> int:
         """Write whole blocks from the piece's own memory; their bytes, 0 when it is not fit for that."""
@@ -228,13 +214,6 @@ class FileWriter(StreamWriter):
         flags = fcntl.fcntl(self._temporary.fd, fcntl.F_GETFL) & ~_O_DIRECT
         fcntl.fcntl(self._temporary.fd, fcntl.F_SETFL, flags | (_O_DIRECT if wanted else 0))
         self._direct = wanted
-
-    def _release(self) -> None:
-        self._temporary.discard()
-        if self._buffer.nbytes:
-            self._choice.buffers.append(self._buffer)
-        self._buffer = memoryview(b"")
-        self._filled = 0
 
 
 def _address(view: memoryview) -> int:

@@ -47,7 +47,6 @@ from cas_ckpt.storage.bucket import (
     Upload,
     UploadGone,
 )
-from cas_ckpt.storage.bucket_url import BucketUrl, endpoint_setting, parse_bucket_url, whole_setting
 from cas_ckpt.storage.gcs_requests import (
     NotMet,
     NotThere,
@@ -59,6 +58,7 @@ from cas_ckpt.storage.gcs_requests import (
 )
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import RESERVED_PART, missing
+from cas_ckpt.storage.url import BucketUrl, endpoint_setting, parse_bucket_url, whole_setting
 
 SETTINGS = ("endpoint", "anonymous", "user_project", "kms_key", "storage_class", "parallel", "part_bytes")
 

@@ -42,7 +42,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
     reworded,
 )
-from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, timed, whole_reply
+from cas_ckpt.storage.bucket import ClientOfProcess, is_clean, shown, timed, whole_reply
 
 T = TypeVar("T")
 

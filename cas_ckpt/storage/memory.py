@@ -14,13 +14,12 @@ from typing import TypeAlias
 
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import StorageError
 from cas_ckpt.memory import copy_bytes, new_buffer
 from cas_ckpt.native import Part
 from cas_ckpt.storage.store import (
     MOST_VALUE_BYTES,
     Abilities,
-    StreamWriter,
+    OneWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -160,19 +159,17 @@ class MemoryStore(Uncopied):
         """Keeps the values: a later `open_store` of the same name finds them."""
 
 
-class MemoryWriter(StreamWriter):
+class MemoryWriter(OneWriter):
     """The `StreamWriter` of a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore, key: str) -> None:
+        super().__init__(key)
         self._store = store
-        self._key = key
         self._data = new_buffer(MAPPED_BYTES)
         self._filled = 0
-        self._open = True
 
     def write(self, data: Buffer) -> None:
-        self._require_open()
-        self._open = False  # poisoned, should the next line raise
+        self._leave_open()
         view = byte_view(data)
         end = self._filled + view.nbytes
         if end > len(self._data):
@@ -189,8 +186,7 @@ class MemoryWriter(StreamWriter):
             copy_bytes(memoryview(self._data)[: len(former)], former)
 
     def commit(self) -> None:
-        self._require_open()
-        self._open = False
+        self._leave_open()
         if self._filled < MAPPED_BYTES:
             self._store.put_if_absent(self._key, memoryview(self._data)[: self._filled])
         else:
@@ -200,7 +196,3 @@ class MemoryWriter(StreamWriter):
     def abort(self) -> None:
         self._open = False
         self._data = new_buffer(1)
-
-    def _require_open(self) -> None:
-        if not self._open:
-            raise StorageError(f"{self._key}: this writer was committed, aborted or failed; open a new one")

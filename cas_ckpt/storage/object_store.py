@@ -2,9 +2,8 @@
 
 Who does what:
     bucket.py          one request each, translated errors, the vendor's own retries of requests
-    object_reads.py    ranges in parts, bodies that break off, values that are replaced while they are read
-    object_uploads.py  values in parts, lost replies, uploads that were never completed
-    part_workers.py    the threads and the memory for parts
+    object_parts.py    ranges in parts, bodies that break off, values that are replaced while they are read; values in
+                       parts, lost replies, uploads that were never completed; the threads and the memory for parts
     here               keys under a prefix, conditions by value, listings
 
 The story of a write: 1. a value of up to one part is one request; 2. a longer one is an upload of parts that are sent
@@ -42,15 +41,23 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.memory import copy_bytes
 from cas_ckpt.storage.bucket import ABSENT, Bucket, ConditionFailed, Listed
-from cas_ckpt.storage.object_reads import EndsBefore, ObjectReads, by_code_points
-from cas_ckpt.storage.object_uploads import PartUpload, new_nonce, settle, sweep_uploads
-from cas_ckpt.storage.part_workers import Parts, PartWorkers
+from cas_ckpt.storage.object_parts import (
+    EndsBefore,
+    ObjectReads,
+    Parts,
+    PartUpload,
+    PartWorkers,
+    by_code_points,
+    new_nonce,
+    settle,
+    sweep_uploads,
+)
 from cas_ckpt.storage.store import (
     MAX_KEY_BYTES,
     Abilities,
     Leftovers,
     ListedVersion,
-    StreamWriter,
+    OneWriter,
     already_there,
     byte_view,
     changed_meanwhile,
@@ -376,7 +383,7 @@ class ObjectStore(Uncopied):
     def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
         """Uploads that were begun so long ago, by the server's clock, are aborted.
 
-        See `object_uploads.sweep_uploads` for which are spared.
+        See `object_parts.sweep_uploads` for which are spared.
         """
         age_s = clock.now_s() - before_s
         sizes: list[int] = []
@@ -414,22 +421,20 @@ class _Stale(ConflictError):
     """The object is of another version than the condition names."""
 
 
-class ObjectWriter(StreamWriter):
+class ObjectWriter(OneWriter):
     """The `StreamWriter` of an `ObjectStore`: what fits into one part is one request, the rest an upload of parts."""
 
     def __init__(self, store: ObjectStore, key: str, name: str) -> None:
+        super().__init__(key)
         self._store = store
-        self._key = key
         self._upload = PartUpload(store.bucket, store._workers, name)
         store._workers.writer_opened()
         self._buffer = store._workers.buffer()
         self._filled = 0
-        self._open = True
 
     def write(self, data: Buffer) -> None:
         """Waits while all threads of the store are busy."""
-        self._require_open()
-        self._open = False  # poisoned, should anything raise
+        self._leave_open()
         view = byte_view(data)
         while view.nbytes:
             if self._filled == len(self._buffer):
@@ -442,8 +447,7 @@ class ObjectWriter(StreamWriter):
         self._open = True
 
     def commit(self) -> None:
-        self._require_open()
-        self._open = False
+        self._leave_open()
         store, upload = self._store, self._upload
         try:
             if upload.id:
@@ -471,9 +475,3 @@ class ObjectWriter(StreamWriter):
         self._buffer = workers.buffer()
         part, self._filled = memoryview(buffer)[: self._filled], 0
         self._upload.send(part, done=lambda: workers.give_back(buffer))
-
-    def _require_open(self) -> None:
-        if not self._open:
-            raise StorageError(
-                f"{self._key}: this writer was committed, aborted or poisoned by an error; open a new one"
-            )

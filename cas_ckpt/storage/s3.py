@@ -53,6 +53,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.storage.bucket import (
     ABSENT,
     Answer,
+    ClientOfProcess,
     ConditionFailed,
     Head,
     Listed,
@@ -60,9 +61,14 @@ from cas_ckpt.storage.bucket import (
     RangeNotThere,
     Upload,
     UploadGone,
+    is_clean,
+    shown,
+    timed,
+    whole_reply,
 )
-from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, timed, whole_reply
-from cas_ckpt.storage.bucket_url import (
+from cas_ckpt.storage.object_store import ObjectStore
+from cas_ckpt.storage.store import missing
+from cas_ckpt.storage.url import (
     BucketUrl,
     choice_setting,
     endpoint_setting,
@@ -70,8 +76,6 @@ from cas_ckpt.storage.bucket_url import (
     parse_bucket_url,
     whole_setting,
 )
-from cas_ckpt.storage.object_store import ObjectStore
-from cas_ckpt.storage.store import missing
 
 SETTINGS = (
     "endpoint", "region", "profile", "path_style", "sse", "kms_key_id", "storage_class", "requester_pays", "parallel",

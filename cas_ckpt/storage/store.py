@@ -113,6 +113,22 @@ class StreamWriter(Protocol):
         self.abort()
 
 
+class OneWriter(StreamWriter):
+    """What writers have in common: one that was committed, aborted, or that an error poisoned, refuses more."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._open = True
+
+    def _leave_open(self) -> None:
+        """Poison the writer for as long as the caller is at work: an error leaves it so."""
+        if not self._open:
+            raise StorageError(
+                f"{self._key}: this writer was committed, aborted or poisoned by an error; open a new one"
+            )
+        self._open = False
+
+
 @runtime_checkable
 class Store(Protocol):
     """Key -> bytes.

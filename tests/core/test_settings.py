@@ -18,10 +18,9 @@ from cas_ckpt.index.postgres import from_settings
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.ops.sync.remotes import remote_named, rename_remote
 from cas_ckpt.storage import url as schemes
-from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.object_store import ObjectStore
-from cas_ckpt.storage.url import open_store
+from cas_ckpt.storage.url import open_store, without_secrets
 from tests.effects import FaultPlan, lose_reply
 from tests.memory_bucket import MemoryBucket
 from tests.wrapped_stores import FaultyStore

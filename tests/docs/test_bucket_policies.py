@@ -16,7 +16,7 @@ import pytest
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.storage import object_uploads
+from cas_ckpt.storage import object_parts
 from tests.servers import KEY_ID, SECRET_KEY, S3Server, s3_server
 from tests.test_docs import ROOT, blocks
 
@@ -143,7 +143,7 @@ def opened(url: str, *, read_only: bool = False) -> Repository:
 @pytest.mark.slow
 def test_each_does_its_work_and_no_more(guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The actions that a policy allows are those that were asked for: none is missing, none is too much."""
-    monkeypatch.setattr(object_uploads, "MIN_UPLOAD_AGE_S", -1.0)
+    monkeypatch.setattr(object_parts, "MIN_UPLOAD_AGE_S", -1.0)
     made = called(monkeypatch)
     guarded.become("maintainer")
     used(made)

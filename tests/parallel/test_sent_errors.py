@@ -21,7 +21,7 @@ from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.parallel.child_process import packed_error, unpacked_error
 from cas_ckpt.storage.bucket import ConditionFailed
 from cas_ckpt.storage.gcs_requests import NotThere
-from cas_ckpt.storage.object_reads import EndsBefore
+from cas_ckpt.storage.object_parts import EndsBefore
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CkptError)]
 

@@ -20,7 +20,7 @@ from cas_ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from cas_ckpt.storage import bucket_client, gcs_requests, object_reads, object_uploads
+from cas_ckpt.storage import bucket, gcs_requests, object_parts
 from cas_ckpt.storage import gcs as gcs_module
 from cas_ckpt.testing.store_values import noise
 from tests.proxy import Fault, Proxy, Request, drop_reply, edit, status
@@ -73,8 +73,8 @@ def place(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsPlace]
     # The pauses between retries take seconds: here only that they are taken matters.
     monkeypatch.setattr(gcs_requests, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(gcs_requests, "_LONGEST_PAUSE_S", 0.002)
-    monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_uploads, "MIN_UPLOAD_AGE_S", -1e9)
+    monkeypatch.setattr(object_parts, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_parts, "MIN_UPLOAD_AGE_S", -1e9)
     monkeypatch.setattr(gcs_module, "_MIN_PART_BYTES", PART)
     with Proxy(gcs.endpoint) as proxy:
         place = GcsPlace(gcs, proxy)
@@ -367,7 +367,7 @@ def test_headers_that_cannot_be_right_are_an_error(place: GcsPlace, told: dict[s
 
 
 def test_an_answer_without_end_is_dropped(place: GcsPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_client, "_MOST_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr(bucket, "_MOST_REPLY_BYTES", 1 << 20)
     place.proxy.plan(status(200, b" " * (2 << 20)), method="GET", times=10)
     with pytest.raises(StorageError, match="more than 1 MiB"):
         list(place.store.list(""))

@@ -19,7 +19,7 @@ from botocore.utils import ContainerMetadataFetcher
 from google.auth.compute_engine import _metadata
 
 from cas_ckpt.errors import CkptError, CorruptionError, StorageError, TooLargeError, TransientStorageError
-from cas_ckpt.storage import bucket_client, gcs, gcs_requests, object_reads, s3
+from cas_ckpt.storage import bucket, gcs, gcs_requests, object_parts, s3
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from tests.listener import Listener
@@ -100,10 +100,10 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gcs_requests, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(gcs_requests, "_LONGEST_PAUSE_S", 0.002)
     monkeypatch.setattr(gcs_requests, "_BUDGET", 25)
-    monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_parts, "_BREAK_PAUSE_S", 0.001)
     for vendor in (gcs_requests, s3):
         monkeypatch.setattr(vendor, "_READ_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(bucket_client, "_LONGEST_REPLY_S", 0.3)
+    monkeypatch.setattr(bucket, "_LONGEST_REPLY_S", 0.3)
     with credentials():
         yield
 
@@ -402,7 +402,7 @@ def test_a_nonce_of_strange_letters_is_just_another(opened: Opened) -> None:
 
 
 def test_a_short_secret_is_hidden_as_a_word_and_a_long_one_wherever_it_is() -> None:
-    said = bucket_client.shown("s3://bucket: b refused, key=b, xlong-secretx", ["b", "long-secret"])
+    said = bucket.shown("s3://bucket: b refused, key=b, xlong-secretx", ["b", "long-secret"])
     assert said == "s3://bucket: *** refused, key=***, x***x"
-    assert bucket_client.is_clean(StorageError("bucket"), ["b"])
-    assert not bucket_client.is_clean(StorageError("key=b"), ["b"])
+    assert bucket.is_clean(StorageError("bucket"), ["b"])
+    assert not bucket.is_clean(StorageError("key=b"), ["b"])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import StorageError
-from cas_ckpt.storage import object_reads
+from cas_ckpt.storage import object_parts
 from cas_ckpt.storage.bucket import Listed
-from cas_ckpt.storage.object_reads import by_code_points
+from cas_ckpt.storage.object_parts import by_code_points
 
 NAMES = st.lists(st.text("-./aZ", min_size=1, max_size=6).filter(lambda name: "//" not in name), unique=True)
 
@@ -48,7 +48,7 @@ def test_a_flat_listing_is_passed_on_as_it_comes() -> None:
 
 
 def test_what_is_held_back_of_a_listing_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_reads, "MOST_HELD_BYTES", 10_000)
+    monkeypatch.setattr(object_parts, "MOST_HELD_BYTES", 10_000)
     given = iter(f"f/{number:09}" for number in range(1_000_000))
     found = by_code_points(listed(given), "p/")  # type: ignore[arg-type]
     assert next(found).name == "p/f/000000000"

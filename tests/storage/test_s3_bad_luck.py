@@ -13,7 +13,7 @@ from botocore.retries import standard
 
 from cas_ckpt import clock
 from cas_ckpt.errors import NotFoundError, PermissionDeniedError, StorageError, TransientStorageError
-from cas_ckpt.storage import object_reads, object_uploads
+from cas_ckpt.storage import object_parts
 from cas_ckpt.storage import s3 as s3_module
 from tests.proxy import Fault, Proxy, Request, drop_reply, edit, s3_error, status
 from tests.servers import S3Server
@@ -57,8 +57,8 @@ class S3Place(Place):
 def place(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Place]:
     # The pauses between retries are the vendor's and take seconds: here only that they are taken matters.
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.001)
-    monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_uploads, "MIN_UPLOAD_AGE_S", -1e9)
+    monkeypatch.setattr(object_parts, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_parts, "MIN_UPLOAD_AGE_S", -1e9)
     monkeypatch.setattr(s3_module, "_MIN_PART_BYTES", PART)
     with Proxy(s3.endpoint) as proxy:
         place = S3Place(s3, proxy)

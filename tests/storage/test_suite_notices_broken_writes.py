@@ -52,8 +52,7 @@ class ReplacesByStreams(MemoryStore):
 
     class Writer(WriterOf):
         def commit(self) -> None:
-            self._require_open()
-            self._open = False
+            self._leave_open()
             self._store.put(self._key, memoryview(self._data)[: self._filled])
 
     def open_writer(self, key: str) -> MemoryWriter:
@@ -130,7 +129,7 @@ class NeverRefusesWriters(MemoryStore):
     """a_finished_writer_refuses_more, a_writer_that_failed_once_commits_nothing"""
 
     class Writer(WriterOf):
-        def _require_open(self) -> None:
+        def _leave_open(self) -> None:
             return
 
     def open_writer(self, key: str) -> MemoryWriter:

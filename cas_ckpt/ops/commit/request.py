@@ -55,7 +55,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, Node, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.commit.options import CommitOptions
-from cas_ckpt.storage.bucket_url import SECRET, without_secrets
+from cas_ckpt.storage.url import SECRET, without_secrets
 
 REQUIRES_GRAD = "requires_grad"
 """As a pattern of `frozen=`: all parameters that require no gradient."""

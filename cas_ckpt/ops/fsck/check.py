@@ -39,9 +39,8 @@ from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, remembered_refs, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.storage.bucket_url import without_secrets
 from cas_ckpt.storage.store import RESERVED_PART, Store, exists, sweep_temporaries
-from cas_ckpt.storage.url import open_store
+from cas_ckpt.storage.url import open_store, without_secrets
 
 _MOST_ORPHANS = 8
 """Branches that one command proposes."""

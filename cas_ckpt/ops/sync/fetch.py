@@ -48,8 +48,7 @@ from cas_ckpt.ops.sync.remotes import (
 )
 from cas_ckpt.ops.sync.send import Moved, MovedRef, RefUpdate, SendOptions, SyncReport, graph_of_both, hex_of, send
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.storage.bucket_url import without_secrets
-from cas_ckpt.storage.url import open_store
+from cas_ckpt.storage.url import open_store, without_secrets
 from cas_ckpt.transfer.pack_writer import write_nodes
 
 MOST_NAMED = 10
