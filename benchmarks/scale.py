@@ -24,8 +24,7 @@ from benchmarks import scale_dcp
 from benchmarks.harness.machine import describe
 from benchmarks.scale_shapes import EIGHTH, MIXTRAL, Division, Tensor, state
 from cas_ckpt.layout.holdings import leaf_map
-from cas_ckpt.layout.plan_summary import PlanSummary, summarize
-from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
+from cas_ckpt.layout.restore_plan import PlanSummary, ReadPlan, RestoreRequest, Template, plan_restore_reads, summarize
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import grid_for
 from tests.divided import written_bytes

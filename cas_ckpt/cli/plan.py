@@ -16,10 +16,9 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.layout.plan_summary import PlanSummary, Spread
+    from cas_ckpt.layout.restore_plan import PlanSummary, Spread
     from cas_ckpt.layout.target_layout import TargetLayout
-    from cas_ckpt.ops.checkout.plan import PlanReport
-    from cas_ckpt.ops.checkout.restores import RestoreInfo
+    from cas_ckpt.ops.checkout.restores import PlanReport, RestoreInfo
 
 
 @verb(
@@ -74,7 +73,7 @@ def plan(
     two take those for which there are plans. Plans are kept in the index and taken from there when they are
     asked for again.
     """  # noqa: D301  # click wants this very character
-    from cas_ckpt.ops.checkout.plan import as_json, read_json
+    from cas_ckpt.ops.checkout.restores import as_json, read_json
 
     revision, named = _read_words(words)
     meshes = (*meshes, *named)

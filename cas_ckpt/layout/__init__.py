@@ -3,8 +3,8 @@
 1. `holdings.py`: which elements each rank holds, from a placement alone, and of each cell and leaf of a tensor (how it
    is cut: objects/spec.py)
 2. `save_plan.py`: who hashes and writes which cell of a state that several ranks hold
-3. `restore_plan.py`: which rank reads which chunk, and who gets what of it; `plan_summary.py` has it in numbers,
-   rank by rank and on the whole
+3. `restore_plan.py`: which rank reads which chunk, and who gets what of it; and that in numbers, rank by
+   rank and on the whole
 4. `balance.py`: shares work out so that all have about as much to do; both plans use it
 5. `target_layout.py`: a mesh of ranks that need not exist, and a rule where each tensor goes
 

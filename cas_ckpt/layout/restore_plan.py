@@ -5,23 +5,28 @@
 3. the chunks of all templates are shared out among those who want them, then ranks with clearly more
    than the mean is relieved (layout/balance.py)
 4. `ReadPlan.reads` and `receives`: what one rank does, made when it is asked for
+5. `rank_totals` and `summarize`: the plan in numbers, rank by rank and of all ranks, and how long it takes
 
 Invariant: pure, so every rank makes the same plan from the same placements without talking; every
 chunk that anybody wants is read whole, once, by one rank, and every element of every shard is
-delivered once (`ReadPlan.check` proves it). Knows nothing of chunk ids, packs or torch.
+delivered once (`ReadPlan.check` proves it). Each template is counted once with its multiplicity: the cost is that of
+its touches, shares and holders (tens of thousands for a model of 405B on 1,024 ranks), never that of ranks times
+tensors. Estimates say which bandwidths they assume. Knows nothing of chunk ids, packs or torch: how many extents chunks
+have, the caller looks up.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, pairwise
 
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
 from cas_ckpt.layout.holdings import Shard, Touch, touches
+from cas_ckpt.objects.rank_runs import runs_of
 from cas_ckpt.objects.spec import Box, Delivery, Grid, Spec, grid_for
 
 
@@ -65,7 +70,7 @@ class Template:
 
     def wanted_by(self, rank: int) -> list[tuple[int, Box]]:
         """(cell, box) of all that `rank` gets of each member, by (cell, shard, piece)."""
-        parts = [part for shard in self._shards_of.get(rank, ()) for part in self._parts[shard]]
+        parts = [part for shard in self.shards_of.get(rank, ()) for part in self._parts[shard]]
         parts.sort(key=lambda part: part[0])
         return parts
 
@@ -97,7 +102,8 @@ class Template:
         return found
 
     @cached_property
-    def _shards_of(self) -> dict[int, list[int]]:
+    def shards_of(self) -> dict[int, list[int]]:
+        """Rank -> numbers of the shards that it wants."""
         found: dict[int, list[int]] = {}
         for at, shard in enumerate(self.shards):
             for rank in shard.ranks:
@@ -366,3 +372,183 @@ def _alike(requests: Sequence[RestoreRequest]) -> list[list[int]]:
             name = names[id(each.shards)] = by_value.setdefault(each.shards, len(by_value))
         groups.setdefault((each.spec.shape, each.spec.item_bytes, name), []).append(tensor)
     return list(groups.values())
+
+
+# --- a plan in numbers ------------------------------------------------------------------------
+
+STORAGE_BYTES_PER_S = 1e9
+"""Assumed where nothing is said: what one rank reads and verifies."""
+
+NETWORK_BYTES_PER_S = 3e9
+"""Assumed where nothing is said: what one rank sends, and receives at the same time."""
+
+NUMBER_BYTES = 4
+"""Counted for each number that a rank has to know of a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One quantity over all ranks."""
+
+    least: int
+    mean: float
+    most: int
+
+    @property
+    def balance(self) -> float:
+        """Largest over mean; 1 if all are empty."""
+        return self.most / self.mean if self.mean else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """A restore plan in numbers.
+
+    Attributes:
+        num_tensors, num_templates: Tensors stored in chunks, and how many different plans they need.
+        num_chunks, chunk_bytes: Chunks that some rank wants, each counted once, and their plain bytes.
+        wanted_bytes: Plain bytes that all ranks together want; replicas count each.
+        read_bytes, num_requests: What each rank reads from storage: plain bytes, and chunks.
+        sent_bytes, received_bytes: What goes from rank to rank, not counting what a rank keeps.
+        metadata_bytes: What each rank needs to know besides its chunks' ids, at `NUMBER_BYTES` a number.
+        num_straddled: Chunks of which a rank wants a part only.
+        extents_per_chunk: Mean over the chunks, or None if not looked up; a chunk of one extent is one request.
+        storage_bandwidth, network_bandwidth: Bytes per second and rank that the estimates assume.
+    """
+
+    world_size: int
+    num_tensors: int
+    num_templates: int
+    num_chunks: int
+    chunk_bytes: int
+    wanted_bytes: int
+    read_bytes: Spread
+    num_requests: Spread
+    sent_bytes: Spread
+    received_bytes: Spread
+    metadata_bytes: Spread
+    num_straddled: Spread
+    extents_per_chunk: float | None
+    storage_bandwidth: float
+    network_bandwidth: float
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over all ranks per byte of chunks that anybody wants."""
+        return self.read_bytes.mean * self.world_size / self.chunk_bytes if self.chunk_bytes else 1.0
+
+    @property
+    def storage_s(self) -> float:
+        """Seconds of the rank that reads most."""
+        return self.read_bytes.most / self.storage_bandwidth
+
+    @property
+    def network_s(self) -> float:
+        """Seconds of the rank that sends or receives most."""
+        return max(self.sent_bytes.most, self.received_bytes.most) / self.network_bandwidth
+
+    @property
+    def estimated_s(self) -> float:
+        """Both one after the other: an upper bound, as reading and sending overlap in part."""
+        return self.storage_s + self.network_s
+
+
+def summarize(plan: ReadPlan, totals: RankTotals | None = None) -> PlanSummary:
+    """The plan in numbers, at the usual bandwidths.
+
+    Args:
+        totals: What each rank does, if that is counted already.
+    """
+    totals = rank_totals(plan) if totals is None else totals
+    num_chunks = chunk_bytes = wanted_bytes = 0
+    for template in plan.templates:
+        members = len(template.members)
+        wanted = [cell for cell, found in enumerate(template.touches) if found]
+        num_chunks += members * len(wanted)
+        chunk_bytes += members * sum(map(template.cell_bytes, wanted))
+        of_each = sum(len(shard.ranks) * sum(piece.num_elements for piece in shard.pieces) for shard in template.shards)
+        wanted_bytes += members * of_each * template.item_bytes
+    return PlanSummary(
+        world_size=plan.world_size,
+        num_tensors=len(plan.requests),
+        num_templates=len(plan.templates),
+        num_chunks=num_chunks,
+        chunk_bytes=chunk_bytes,
+        wanted_bytes=wanted_bytes,
+        **{each.name: _spread(getattr(totals, each.name)) for each in fields(RankTotals)},
+        extents_per_chunk=None,
+        storage_bandwidth=STORAGE_BYTES_PER_S,
+        network_bandwidth=NETWORK_BYTES_PER_S,
+    )
+
+
+def _spread(values: Sequence[int]) -> Spread:
+    return Spread(min(values), sum(values) / len(values), max(values)) if values else Spread(0, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTotals:
+    """One number for each rank.
+
+    Attributes:
+        read_bytes, num_requests: What it reads from storage: plain bytes, and chunks.
+        sent_bytes, received_bytes: What goes to and comes from other ranks, not counting what it keeps.
+        metadata_bytes: What it has to know besides the ids of its chunks, at `NUMBER_BYTES` a number.
+        num_straddled: Chunks of which it wants a part, but not all.
+    """
+
+    read_bytes: list[int]
+    num_requests: list[int]
+    sent_bytes: list[int]
+    received_bytes: list[int]
+    metadata_bytes: list[int]
+    num_straddled: list[int]
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """The numbers of each rank, in the order of the ranks and of the attributes."""
+        return list(zip(*(getattr(self, each.name) for each in fields(self)), strict=True))
+
+
+def rank_totals(plan: ReadPlan) -> RankTotals:
+    """Totals of each rank of `plan`."""
+    totals = RankTotals(*([0] * plan.world_size for _ in fields(RankTotals)))
+    for template in plan.templates:
+        _count(template, totals)
+        # The keys and dtypes of the tensors, their shape and cell, wherever a rank has a part in them.
+        tensors = [plan.requests[tensor] for tensor in template.members]
+        names = sum(len(each.key.encode("utf-8", "surrogatepass")) + len(each.spec.dtype) for each in tensors)
+        for rank in template.shards_of.keys() | template.runs_of.keys():
+            totals.metadata_bytes[rank] += names + NUMBER_BYTES * 2 * len(template.grid.shape)
+    return totals
+
+
+def _count(template: Template, totals: RankTotals) -> None:
+    """Add what each rank does for all tensors of a template; what it has to know without their names."""
+    members, shards, shards_of = len(template.members), template.shards, template.shards_of
+    run_numbers = [3 * len(runs_of(shard.ranks)) for shard in shards]
+    wanted, partly, known = ([0] * len(shards) for _ in range(3))
+    several = [rank for rank, own in shards_of.items() if len(own) > 1]  # shards that may fill a cell together
+    for cell, (found, shares) in enumerate(zip(template.touches, template.shares, strict=True)):
+        cell_bytes, has, receivers = template.cell_bytes(cell), dict[int, int](), 0
+        for touch in found:
+            has[touch.shard] = has.get(touch.shard, 0) + touch.box.num_elements * template.item_bytes
+            # Of its own parts a rank knows who reads them, of what it reads who gets it.
+            known[touch.shard] += 1 + 2 * len(touch.box.sizes) + 2 * len(shares)
+            receivers += 2 * len(touch.box.sizes) + run_numbers[touch.shard]
+        for at, num_bytes in has.items():
+            wanted[at] += num_bytes
+            partly[at] += num_bytes < cell_bytes
+        all_wanted = sum(num_bytes * len(shards[at].ranks) for at, num_bytes in has.items())
+        for rank, count in shares:
+            kept = sum(has.get(at, 0) for at in shards_of.get(rank, ()))
+            totals.read_bytes[rank] += count * cell_bytes
+            totals.num_requests[rank] += count
+            totals.sent_bytes[rank] += count * (all_wanted - kept)
+            totals.received_bytes[rank] -= count * kept
+            totals.metadata_bytes[rank] += NUMBER_BYTES * (3 + receivers)
+        for rank in several:
+            totals.num_straddled[rank] += members * (0 < sum(has.get(at, 0) for at in shards_of[rank]) < cell_bytes)
+    for rank, own in shards_of.items():
+        totals.received_bytes[rank] += members * sum(wanted[at] for at in own)
+        totals.metadata_bytes[rank] += NUMBER_BYTES * sum(known[at] for at in own)
+        totals.num_straddled[rank] += members * partly[own[0]] if len(own) == 1 else 0

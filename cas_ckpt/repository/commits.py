@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.units import Moment
     from cas_ckpt.index.rows import ListedEntry
     from cas_ckpt.layout.target_layout import TargetLayout
-    from cas_ckpt.ops.checkout.plan import PlanReport
-    from cas_ckpt.ops.checkout.restores import RestoreInfo
+    from cas_ckpt.ops.checkout.restores import PlanReport, RestoreInfo
     from cas_ckpt.ops.diff.answer import Diff
     from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
@@ -396,12 +395,12 @@ class CommitVerbs(Opened):
             shapes: Pattern of keys -> one placement per mesh dimension ("S(0)", "R", "SS(0,8)"),
                 where the usual ones are not meant.
             storage_bandwidth, network_bandwidth: Bytes per second and rank, for the estimates; what
-                layout/plan_summary.py assumes, if not given.
+                layout/restore_plan.py assumes, if not given.
         Raises:
             MismatchError: the commit cannot fill the target; names key and region.
         """
         from cas_ckpt.layout.target_layout import layout_of
-        from cas_ckpt.ops.checkout.plan import plan_checkout
+        from cas_ckpt.ops.checkout.restores import plan_checkout
 
         return plan_checkout(
             self._handle, ref, layout_of(target, shapes), storage_bandwidth=storage_bandwidth,
@@ -433,7 +432,7 @@ class CommitVerbs(Opened):
             MismatchError: the commit cannot fill a target; names key and region.
         """
         from cas_ckpt.layout.target_layout import layout_of
-        from cas_ckpt.ops.checkout.plan import compare_plans
+        from cas_ckpt.ops.checkout.restores import compare_plans
 
         if targets is not None and not isinstance(targets, (Sequence, Set)):
             raise InvalidInputError(f"targets is {shown_value(targets)}: give a list of targets")
@@ -446,7 +445,7 @@ class CommitVerbs(Opened):
     @translates_memory_errors
     def plans(self, ref: Revision | None = None) -> list[PlanReport]:
         """The plans that the index keeps, for one revision or all."""
-        from cas_ckpt.ops.checkout.plan import kept_plans
+        from cas_ckpt.ops.checkout.restores import kept_plans
 
         return kept_plans(self._handle, ref)
 

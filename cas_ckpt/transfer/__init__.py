@@ -12,7 +12,7 @@ Restoring:
        chunk, in one pass. Over a network read_plan.py joins what is near into spans, arrivals.py reads them, sources.py
        keeps what was read and verified until it is copied; arrivals.py also reads, past the page cache, what a local
        disk has and memory has not
-    4. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
+    4. scatter.py does it over several ranks, each chunk read by one of them, in rounds of bounded size
     5. scan.py reads packs from front to end, for fsck
 
 Between stores: copying.py copies extents as they are stored, verified, into new packs of another store.

@@ -22,7 +22,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.layout.target_layout import parse_layout
 from cas_ckpt.objects.spec import Placement
-from cas_ckpt.ops.checkout.plan import plan_checkout
+from cas_ckpt.ops.checkout.restores import plan_checkout
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.refs import create_branch, create_tag

@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from benchmarks.shapes import llama
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, holdings, whole
-from cas_ckpt.layout.plan_summary import NUMBER_BYTES, rank_totals, summarize
-from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
+from cas_ckpt.layout.restore_plan import (
+    NUMBER_BYTES,
+    ReadPlan,
+    RestoreRequest,
+    Template,
+    plan_restore_reads,
+    rank_totals,
+    summarize,
+)
 from cas_ckpt.objects.rank_runs import runs_of
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split, grid_for
 from tests.layout.drawing import wants
@@ -104,10 +111,10 @@ def test_the_summary_counts_what_the_ranks_do(drawn: tuple[list[RestoreRequest],
     )
     assert summary.read_amplification == pytest.approx(1)
     totals = rank_totals(plan)
-    assert [totals.read_bytes.tolist(), totals.sent_bytes.tolist(), totals.received_bytes.tolist()] == [read, sent, got]
-    assert totals.num_requests.tolist() == requests
-    assert totals.num_straddled.tolist() == [straddled(plan, rank) for rank in range(world_size)]
-    assert totals.metadata_bytes.tolist() == [known_bytes(plan, rank) for rank in range(world_size)]
+    assert [totals.read_bytes, totals.sent_bytes, totals.received_bytes] == [read, sent, got]
+    assert totals.num_requests == requests
+    assert totals.num_straddled == [straddled(plan, rank) for rank in range(world_size)]
+    assert totals.metadata_bytes == [known_bytes(plan, rank) for rank in range(world_size)]
 
 
 def known_bytes(plan: ReadPlan, rank: int) -> int:
@@ -166,9 +173,9 @@ def test_what_each_rank_has_to_know_is_known_to_the_byte(over: Mesh, splits: tup
         shards = held(shape, over, *own)
         wanted += [RestoreRequest(f"layers.{copy}.{name}", Spec("float32", shape), shards) for copy in range(copies)]
     plan = plan_restore_reads(wanted, len(over.ranks) + 1)  # and a rank that wants nothing
-    found = rank_totals(plan).metadata_bytes.tolist()
+    found = rank_totals(plan).metadata_bytes
     assert found == [known_bytes(plan, rank) for rank in range(plan.world_size)]
-    assert rank_totals(plan).num_straddled.tolist() == [straddled(plan, rank) for rank in range(plan.world_size)]
+    assert rank_totals(plan).num_straddled == [straddled(plan, rank) for rank in range(plan.world_size)]
 
 
 def test_what_a_plan_counts_is_that_of_this_version_of_the_planner() -> None:
@@ -193,7 +200,7 @@ def test_a_rank_with_several_shards_straddles_what_they_do_not_fill_together() -
         for at in range(5)
     ]
     plan = plan_restore_reads(wanted, 3)
-    assert rank_totals(plan).num_straddled.tolist() == [5, 10, 10]
+    assert rank_totals(plan).num_straddled == [5, 10, 10]
     assert [straddled(plan, rank) for rank in range(3)] == [5, 10, 10]
 
 

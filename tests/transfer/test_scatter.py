@@ -23,8 +23,15 @@ from cas_ckpt.storage.probe import NO_TOKEN, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer import scatter, sources
 from cas_ckpt.transfer.hashing import stretches
-from cas_ckpt.transfer.rounds import Incoming, Streams, TargetTensor, cut_rounds, quota_bytes
-from cas_ckpt.transfer.scatter import Neighbourhood, unpack_pointers
+from cas_ckpt.transfer.scatter import (
+    Incoming,
+    Neighbourhood,
+    Streams,
+    TargetTensor,
+    cut_rounds,
+    quota_bytes,
+    unpack_pointers,
+)
 from tests.builders import numbers
 from tests.far import FarStore
 from tests.ops.checkout.rank_targets import Saved, divided_by, fetch_on_ranks, mesh, restore, saved, targets_of

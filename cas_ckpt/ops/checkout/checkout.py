@@ -59,8 +59,7 @@ from cas_ckpt.parallel.workers import one_ahead
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.chunk_reader import ChunkPart, NewArray, StoredChunk, cell_part, new_array
 from cas_ckpt.transfer.fetch import LONGEST_BYTES, fetch_chunks, least_bytes, nothing, read_region
-from cas_ckpt.transfer.rounds import Incoming, TargetTensor
-from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
+from cas_ckpt.transfer.scatter import CellRead, Incoming, TargetTensor, verify_and_scatter
 
 Index: TypeAlias = int | slice | EllipsisType
 """Index of one dimension of a region, as in NumPy: an integer, a slice, or `...`."""

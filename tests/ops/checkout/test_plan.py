@@ -15,11 +15,11 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.index.schema import PLAN_RANKS, PLANS
 from cas_ckpt.layout.holdings import PLANNER_VERSION
-from cas_ckpt.layout.plan_summary import PlanSummary
+from cas_ckpt.layout.restore_plan import PlanSummary
 from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.checkout.plan import (
+from cas_ckpt.ops.checkout.restores import (
     EVERY_RANK,
     as_json,
     chunked_tensors,
