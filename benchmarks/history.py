@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.harness.machine import describe
 from benchmarks.history_shapes import FROZEN, HOT, LAYOUT, TURNING, commit_id, packs_of, root_id, state_of
-from cas_ckpt.index import liveness, usage
+from cas_ckpt.index import garbage, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -64,7 +64,7 @@ def first_pass(place: Path, num_commits: int) -> Figures:
     with (
         Index.open(place, store_id=STORE) as index,
         _timed() as figures,
-        liveness.living(index, commits=commits, roots=roots),
+        garbage.living(index, commits=commits, roots=roots),
     ):
         pass
     return figures
@@ -76,7 +76,7 @@ def collect(place: Path, num_commits: int, forgotten: Sequence[int]) -> Figures:
     meta = {digest: children for digest, children in packs_of(forgotten[-1])[1].edges}
     rows = packs_of(forgotten[-1])[1].commits
     with Index.open(place, store_id=STORE) as index:
-        with _timed() as figures, liveness.living(index, commits=commits, roots=roots, published=commits) as living:
+        with _timed() as figures, garbage.living(index, commits=commits, roots=roots, published=commits) as living:
             found = living.packs()
             lost = living.missing()
             dead = living.summary()
@@ -113,9 +113,9 @@ def questions(place: Path, num_commits: int) -> dict[str, Any]:
     frozen, hot = next(each for each in state if each.version == 0 and each.name.startswith("frozen")), state[0]
     recent, older = now[0][-10:], now[0][:-10]
     asked: dict[str, Callable[[Index], object]] = {
-        "freed by 1 commit": lambda index: liveness.freed(index, now, _live(num_commits, [middle])),
-        "freed by 5 commits": lambda index: liveness.freed(index, now, few),
-        "unique to the last 10 commits": lambda index: liveness.unique(index, recent, older),
+        "freed by 1 commit": lambda index: garbage.freed(index, now, _live(num_commits, [middle])),
+        "freed by 5 commits": lambda index: garbage.freed(index, now, few),
+        "unique to the last 10 commits": lambda index: garbage.unique(index, recent, older),
         f"nearest, {SAMPLED} chunks of which {FROZEN} are in every commit": lambda index: index.read(
             usage.nearest, sample
         ),
@@ -131,7 +131,7 @@ def questions(place: Path, num_commits: int) -> dict[str, Any]:
 
 
 def _ask_liveness(index: Index, live: tuple[list[Digest], list[Digest]]) -> None:
-    with liveness.living(index, commits=live[0], roots=live[1]) as living:
+    with garbage.living(index, commits=live[0], roots=live[1]) as living:
         living.packs()
 
 

@@ -41,7 +41,7 @@ from cas_ckpt.core.refs import Generation, Ref, RefKind, default_author
 from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.core.tree import naming_forgotten, reachable
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError
-from cas_ckpt.index import history, liveness
+from cas_ckpt.index import garbage, history
 from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.storage.file import FileStore
@@ -98,7 +98,7 @@ def _promised(handle: RepositoryHandle, absent: Sequence[Digest]) -> Collection[
     graph = read_graph(handle)
     gone = read_forgotten(handle.store) - {ref.target for ref in refs}
     roots = {graph.commits[commit].root for commit in promised_commits(graph, refs, remotes) - gone}
-    return handle.index.read(liveness.promised, absent, roots)
+    return handle.index.read(garbage.promised, absent, roots)
 
 
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:

@@ -36,8 +36,8 @@ from cas_ckpt.errors import (
     TransientStorageError,
 )
 from cas_ckpt.index import contents
-from cas_ckpt.index.candidates import covers
-from cas_ckpt.index.statements import batches
+from cas_ckpt.index.garbage import covers
+from cas_ckpt.index.rows import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import Location

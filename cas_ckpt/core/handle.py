@@ -51,9 +51,9 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents, meta, postgres
-from cas_ckpt.index.candidates import covers
+from cas_ckpt.index import contents, postgres, remembered
 from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index.garbage import covers
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
@@ -520,13 +520,13 @@ class RepositoryHandle(Uncopied):
         """
         try:
             refs = list(refs)
-            known = self.index.read(meta.known_refs, [ref.key for ref in refs])
+            known = self.index.read(remembered.known_refs, [ref.key for ref in refs])
             now_s = clock.now_s()
             rows = [
                 RefRow(ref.key, ref.target or b"", ref.generation.number, now_s) for ref in refs if ref.key not in known
             ]
             if rows and not self.index.read_only:
-                self.index.write(meta.write_refs, rows)
+                self.index.write(remembered.write_refs, rows)
         except CkptError as error:
             _LOGGER.warning("the index does not remember some refs yet: %s", error)
 

@@ -6,7 +6,7 @@
     forgotten   keep their own commit object, so that history stays readable, and nothing else;
                 unless a ref names them directly
     promised    commits that branches of a promisor led to: of what these need, chunks may be absent here and are not
-                lost (index/liveness.py); elsewhere.py brings them
+                lost (index/garbage.py); elsewhere.py brings them
 
 Invariant: fails rather than leave something out: a head, or a commit that a head leads to, which
 the index cannot find after a look at the store is an error. Only reads.
@@ -25,7 +25,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError, UnsupportedVersionError
-from cas_ckpt.index import history, meta
+from cas_ckpt.index import history, remembered
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
@@ -105,22 +105,22 @@ def live_sets(
     named = logged(refs, expire_before_us)
     if keep_orphans:
         # The graph was read after the refs: commits that came between are kept, too.
-        remembered_targets = {row.target for row in handle.index.read(meta.read_refs).values()}
+        remembered_targets = {row.target for row in handle.index.read(remembered.read_refs).values()}
         known = known_commits(handle.store, refs, gone)
         lost = bool(graph.unknown_parents(graph.commits)) and packs_were_set_aside(handle.store)
         orphans = graph.orphans(known, remembered_targets, packs_lost=lost)
         _require_whole_lines(graph, orphans)
         named |= orphans
-    remembered = graph.ancestors(named) - commits
-    keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
+    named_before = graph.ancestors(named) - commits
+    keeping = {digest for digest in commits | named_before if digest not in gone or digest in heads}
     links = [graph.commits[digest] for digest in keeping]
-    published = commits | remembered | graph.ancestors(logged(refs, 0)) | (gone & graph.commits.keys())
+    published = commits | named_before | graph.ancestors(logged(refs, 0)) | (gone & graph.commits.keys())
     promised = promised_commits(graph, refs, promisors(handle.store), expire_before_us) & keeping
     return LiveSets(
-        commits=frozenset(commits | remembered),
+        commits=frozenset(commits | named_before),
         roots=frozenset(node for link in links for node in (link.root, link.layout) if node is not None),
         published=frozenset(published),
-        forgotten=frozenset((commits | remembered) - keeping),
+        forgotten=frozenset((commits | named_before) - keeping),
         promised=frozenset(graph.commits[digest].root for digest in promised),
     )
 
@@ -214,7 +214,7 @@ def all_refs(handle: RepositoryHandle) -> list[Ref]:
         CorruptionError: records of refs are lost; says which, and what brings them back.
     """
     # Before the listing, so that all of these were there then.
-    known = handle.refs.announced() | handle.index.read(meta.read_refs).keys()
+    known = handle.refs.announced() | handle.index.read(remembered.read_refs).keys()
     refs = list(handle.refs.every())
     lost = sorted(known - {ref.key for ref in refs})
     if lost:

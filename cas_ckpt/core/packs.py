@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias, cast
 from cas_ckpt.core.host_cache import CachedReads
 from cas_ckpt.core.records import PART_BYTES, PART_ENTRIES, NodeRows
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
-from cas_ckpt.index import meta
+from cas_ckpt.index import remembered
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import CatchUp, Change, Index, beside, may_replace, replace_rows
 from cas_ckpt.index.rows import PackRecord
@@ -512,7 +512,7 @@ def filled(store: Store, index: Index, *, progress: Progress = SILENT) -> tuple[
 
     Where it may not be filled, it is closed, and one in memory takes its place.
     """
-    index.is_behind = index.read(meta.read_meta, meta.BEHIND) is not None  # others fill it, too
+    index.is_behind = index.read(remembered.read_meta, remembered.BEHIND) is not None  # others fill it, too
     if not index.is_behind:
         return index, []
     _LOGGER.info("index %s: an older version made it; it is filled anew", index.place)

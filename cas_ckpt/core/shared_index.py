@@ -9,7 +9,7 @@ from dataclasses import replace
 from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.settings import change_settings, check_url
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, PermissionDeniedError
-from cas_ckpt.index import meta
+from cas_ckpt.index import remembered
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import from_settings, roles_sql
 from cas_ckpt.storage.file import FileStore
@@ -54,7 +54,7 @@ def note_folder(index: Index, store: Store, *, take: bool = False) -> None:
     """
     if not index.is_shared or not isinstance(store, FileStore):
         return
-    here, noted = store.root.resolve().as_uri(), index.read(meta.read_meta, meta.FOLDER)
+    here, noted = store.root.resolve().as_uri(), index.read(remembered.read_meta, remembered.FOLDER)
     if noted == here:
         return
     if noted is not None and not take and _is_copy(store, noted, index.store_id):
@@ -65,7 +65,7 @@ def note_folder(index: Index, store: Store, *, take: bool = False) -> None:
         )
     if not index.read_only:
         with suppress(PermissionDeniedError):  # a role that reads
-            index.write(meta.write_meta, meta.FOLDER, here)
+            index.write(remembered.write_meta, remembered.FOLDER, here)
 
 
 def _is_copy(store: FileStore, noted: str, store_id: str) -> bool:

@@ -42,7 +42,7 @@ from cas_ckpt.errors import (
     SignatureError,
     shown_value,
 )
-from cas_ckpt.index.statements import batches
+from cas_ckpt.index.rows import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind, seal, short
 from cas_ckpt.objects.nodes import decode_commit, split_signature
 from cas_ckpt.signing import UNSIGNED, SignatureInfo, Trust, parse_signers, sign

@@ -35,11 +35,24 @@ from sqlalchemy import Connection, Table
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index import manifests
-from cas_ckpt.index.candidates import NO_BASE, clamp_watermark, has_deltas
 from cas_ckpt.index.database import insert_missing, number_table, scratch_tables
 from cas_ckpt.index.db_errors import REBUILD
-from cas_ckpt.index.meta import note_newer
-from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
+from cas_ckpt.index.garbage import NO_BASE, clamp_watermark, has_deltas
+from cas_ckpt.index.remembered import note_newer
+from cas_ckpt.index.rows import (
+    UNKNOWN_KIND,
+    CommitRow,
+    PackRecord,
+    change,
+    change_by_key,
+    each_row,
+    json_of,
+    json_text,
+    objects_by_id,
+    rows,
+    rows_by_key,
+    storable,
+)
 from cas_ckpt.index.schema import (
     COMMIT_TEXTS,
     COMMITS,
@@ -52,8 +65,6 @@ from cas_ckpt.index.schema import (
     OBJECTS,
     PACKS,
 )
-from cas_ckpt.index.statements import change, change_by_key, each_row, objects_by_id, rows, rows_by_key
-from cas_ckpt.index.texts import json_of, json_text, storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
 

@@ -1,7 +1,7 @@
 """The database below the index: opening it, its transactions, and statements over many rows at once.
 
 It is SQLite in a file or in memory (sqlite.py), or a schema of PostgreSQL by URL (postgres.py). What is asked and
-changed goes to the driver as text (statements.py). Temporary tables of numbers are for questions whose answers are too
+changed goes to the driver as text (rows.py). Temporary tables of numbers are for questions whose answers are too
 many for Python; see `scratch_tables`.
 
 Invariant: a transaction opened with `writing` is the only writing one, so what it read stays true until it commits.
@@ -48,10 +48,9 @@ from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
 from cas_ckpt.held_signals import held_signals
 from cas_ckpt.index import postgres, sqlite
 from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused, translated, unreadable
-from cas_ckpt.index.rows import UNKNOWN_KIND
+from cas_ckpt.index.rows import UNKNOWN_KIND, batches, change, objects_by_id, rows, sqlite_driver
 from cas_ckpt.index.schema import refuse_foreign
 from cas_ckpt.index.sqlite import OpenLock, may_write, while_closed
-from cas_ckpt.index.statements import batches, change, objects_by_id, rows, sqlite_driver
 
 IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""

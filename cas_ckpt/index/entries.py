@@ -20,8 +20,7 @@ from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.manifests import FLAVOR_STEP
-from cas_ckpt.index.rows import ListedEntry
-from cas_ckpt.index.statements import objects_by_id, rows, rows_by_key
+from cas_ckpt.index.rows import ListedEntry, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import (
     CHILD,
     CONTAINER,

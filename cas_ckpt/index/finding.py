@@ -26,8 +26,7 @@ from sqlalchemy import Connection
 from cas_ckpt.arguments import some_of
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
-from cas_ckpt.index.rows import ListedEntry
-from cas_ckpt.index.statements import objects_by_id, rows, rows_by_key
+from cas_ckpt.index.rows import ListedEntry, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import (
     CHILD,
     CONTAINER,

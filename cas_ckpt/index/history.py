@@ -23,17 +23,26 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeA
 from urllib.parse import quote
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.rows import REVISIONS, SIGNS, CommitFilter, CommitRow
+from cas_ckpt.index.rows import (
+    REVISIONS,
+    SIGNS,
+    CommitFilter,
+    CommitRow,
+    batches,
+    read_json,
+    read_metrics,
+    rows,
+    rows_by_key,
+    storable,
+)
 from cas_ckpt.index.sqlite import OpenLock, may_write
-from cas_ckpt.index.statements import batches, rows, rows_by_key
-from cas_ckpt.index.texts import read_json, read_metrics, storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import LineageEdge
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
-    from cas_ckpt.index.statements import AnyConnection
+    from cas_ckpt.index.rows import AnyConnection
 
 P = ParamSpec("P")
 T = TypeVar("T")

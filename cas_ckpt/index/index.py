@@ -1,8 +1,8 @@
 """`Index`: the index of one repository, open: its transactions, packs, and schema; and one in the place of another.
 
 Questions are functions over a connection, in the modules of this room: `index.read(contents.known, digests)` asks
-one, `index.write(meta.write_refs, refs)` changes something. What takes several transactions is a function over
-the index itself (`history.log`, `liveness.living`, `liveness.freed`).
+one, `index.write(remembered.write_refs, refs)` changes something. What takes several transactions is a function over
+the index itself (`history.log`, `garbage.living`, `garbage.freed`).
 
 An index that was made anew takes the place of another in one step (`replace_rows`, `replace_file`):
 
@@ -42,8 +42,7 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents, meta, postgres, restores
-from cas_ckpt.index.candidates import EXAMINED
+from cas_ckpt.index import contents, postgres, remembered
 from cas_ckpt.index.database import (
     Database,
     copy_into_memory,
@@ -57,7 +56,8 @@ from cas_ckpt.index.database import (
     upsert,
 )
 from cas_ckpt.index.db_errors import REBUILD, file_refused
-from cas_ckpt.index.rows import REVISIONS, PackRecord, RefRow
+from cas_ckpt.index.garbage import EXAMINED
+from cas_ckpt.index.rows import REVISIONS, PackRecord, RefRow, change, rows
 from cas_ckpt.index.schema import (
     META,
     METADATA,
@@ -71,7 +71,6 @@ from cas_ckpt.index.schema import (
     refuse_foreign,
 )
 from cas_ckpt.index.sqlite import while_closed
-from cas_ckpt.index.statements import change, rows
 from cas_ckpt.uncopied import Uncopied
 
 SOON_S = 5.0
@@ -93,11 +92,11 @@ class Index(Uncopied):
     def __init__(self, database: Database, *, wanted: str) -> None:
         self._database = database
         self._wanted = wanted
-        self.store_id = self.read(meta.read_meta, meta.STORE) or ""
+        self.store_id = self.read(remembered.read_meta, remembered.STORE) or ""
         if not self.store_id and not database.read_only:
-            self._set_meta(meta.STORE, wanted)
+            self._set_meta(remembered.STORE, wanted)
             self.store_id = wanted
-        self.is_behind = self.read(meta.read_meta, meta.BEHIND) is not None
+        self.is_behind = self.read(remembered.read_meta, remembered.BEHIND) is not None
 
     @classmethod
     def open(cls, place: str | Path, *, store_id: str, read_only: bool = False) -> Index:
@@ -261,25 +260,25 @@ class Index(Uncopied):
 
     def made(self) -> str | None:
         """Another value than before, once the index was made anew."""
-        return self.read(meta.read_meta, meta.MADE)
+        return self.read(remembered.read_meta, remembered.MADE)
 
     @property
     def generation(self) -> int:
         """The generation of garbage collection that the rows are of (0 before the first)."""
-        return self.read(meta.generation)
+        return self.read(remembered.generation)
 
     @property
     def newer_pack(self) -> str | None:
         """A pack with objects that only a later version knows, so that the edges are not complete; None: none."""
-        return next(iter(self.read(meta.newer_packs)), None)
+        return next(iter(self.read(remembered.newer_packs)), None)
 
     def set_generation(self, generation: int) -> None:
         """Say which generation the rows are of; condemned packs must be dropped before."""
-        self._set_meta(meta.GENERATION, str(generation))
+        self._set_meta(remembered.GENERATION, str(generation))
 
     def _set_meta(self, key: str, value: str) -> None:
-        if self.read(meta.read_meta, key) != value:
-            self.write(meta.write_meta, key, value)
+        if self.read(remembered.read_meta, key) != value:
+            self.write(remembered.write_meta, key, value)
 
 
 # --- the schema: made, or brought to the revision that this version needs ----------------------
@@ -345,7 +344,7 @@ def read_revision(connection: Connection, place: str) -> str | None:
 
 def _has_views(database: Database, connection: Connection) -> bool:
     """Whether there are the views of this version or a later one; temporary tables, not for people, need none."""
-    return database.schema == postgres.TEMPORARY or meta.views_version(connection) >= VIEWS_VERSION
+    return database.schema == postgres.TEMPORARY or remembered.views_version(connection) >= VIEWS_VERSION
 
 
 def _upgrade(database: Database) -> None:
@@ -391,7 +390,7 @@ def migrations_folder() -> Path:
 
 # --- one index in the place of another -----------------------------------------------------------
 
-_DERIVED_KEYS = (EXAMINED, meta.MADE, meta.NEWER, meta.BEHIND)
+_DERIVED_KEYS = (EXAMINED, remembered.MADE, remembered.NEWER, remembered.BEHIND)
 """Those of `meta` that follow from packs."""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
@@ -466,7 +465,7 @@ def disorder(connection: Connection) -> list[str]:
     for table in METADATA.sorted_tables:  # a damaged name goes unnoticed unless that column is read
         there = {row[1] for row in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
         found += [f"{table.name} has no {column.name}" for column in table.columns if column.name not in there]
-    if meta.views_version(connection) == VIEWS_VERSION:
+    if remembered.views_version(connection) == VIEWS_VERSION:
         views = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'view'")
         texts = {view.name: view.sql for view in views}
         found += [f"the view {view.name} is another" for view in VIEWS if texts.get(view.name) != view.text("sqlite")]
@@ -526,7 +525,7 @@ def _replace(connection: Connection, own: str, other: str) -> None:
     keys = ", ".join(f"'{key}'" for key in _DERIVED_KEYS)
     change(connection, f"DELETE FROM {other}.t_meta WHERE key IN ({keys})")
     change(connection, f"INSERT INTO {other}.t_meta SELECT * FROM {own}.t_meta WHERE key IN ({keys})")
-    change(connection, f"INSERT INTO {other}.t_meta VALUES ('{meta.MADE}', '{secrets.token_hex(8)}')")
+    change(connection, f"INSERT INTO {other}.t_meta VALUES ('{remembered.MADE}', '{secrets.token_hex(8)}')")
     change(connection, f"DELETE FROM {other}.t_scrubs WHERE pack NOT IN (SELECT name FROM {other}.t_packs)")
 
 
@@ -540,7 +539,7 @@ def _copy(source: Database, target: Connection) -> None:
         derived = META.c.key.in_(_DERIVED_KEYS)
         target.execute(delete(META).where(derived))
         insert_missing(target, META, [tuple(row) for row in connection.execute(select(META).where(derived))])
-    meta.write_meta(target, meta.MADE, secrets.token_hex(8))
+    remembered.write_meta(target, remembered.MADE, secrets.token_hex(8))
 
 
 def _bring_remembered(path: Path, made: Index) -> None:
@@ -553,14 +552,16 @@ def _bring_remembered(path: Path, made: Index) -> None:
     try:
         before = _older_tables() if _is_older(old) else {table: table for table in REMEMBERED}
         key = before[META].c.key
-        store = _readable(old, select(before[META].c.value).where(key == meta.STORE))
+        store = _readable(old, select(before[META].c.value).where(key == remembered.STORE))
         for table, kept in before.items() if store == [(made.store_id,)] else ():
             query = select(kept)
-            left = _readable(old, query.where(key.not_in((meta.STORE, *_DERIVED_KEYS))) if table is META else query)
+            left = _readable(
+                old, query.where(key.not_in((remembered.STORE, *_DERIVED_KEYS))) if table is META else query
+            )
             with suppress(CorruptionError), made._database.writing() as target:  # rows that no table takes
                 insert_missing(target, table, left)
         with made._database.writing() as target:
-            restores.drop_incomplete(target)  # each table was read for itself
+            remembered.drop_incomplete(target)  # each table was read for itself
     finally:
         old.engine.dispose()
 

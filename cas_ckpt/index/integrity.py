@@ -20,15 +20,14 @@ from typing import Any, TypeAlias
 from sqlalchemy import ColumnElement, Connection, Table, exists, func, select
 
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.index.candidates import Extent, covers
 from cas_ckpt.index.contents import PARTIAL, location_row, rows_of_commit
 from cas_ckpt.index.database import columns_of, upsert
+from cas_ckpt.index.garbage import Extent, covers, promised_numbers
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.liveness import promised_numbers
 from cas_ckpt.index.manifests import OF_LAYOUTS, content_rows, layout_differs, read_specs, spec_row, specs_in
-from cas_ckpt.index.meta import MADE, read_meta
-from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
+from cas_ckpt.index.remembered import MADE, read_meta
+from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord, batches, each_row, objects_by_id, rows, rows_by_key, storable
 from cas_ckpt.index.schema import (
     COMMIT_TEXTS,
     COMMITS,
@@ -50,8 +49,6 @@ from cas_ckpt.index.schema import (
     TREES,
     VALUES,
 )
-from cas_ckpt.index.statements import batches, each_row, objects_by_id, rows, rows_by_key
-from cas_ckpt.index.texts import storable
 from cas_ckpt.index.trees import climb, read_digests
 from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject

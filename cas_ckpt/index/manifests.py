@@ -32,7 +32,7 @@ from sqlalchemy import Connection, Table, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.database import insert_missing
 from cas_ckpt.index.db_errors import REBUILD
-from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.index.rows import PackRecord, change, rows, rows_by_key, storable, value_text
 from cas_ckpt.index.schema import (
     DIVISION_AXES,
     DIVISION_BOXES,
@@ -50,8 +50,6 @@ from cas_ckpt.index.schema import (
     TREES,
     VALUES,
 )
-from cas_ckpt.index.statements import change, rows, rows_by_key
-from cas_ckpt.index.texts import storable, value_text
 from cas_ckpt.objects.layouts import (
     Holders,
     InBoxes,

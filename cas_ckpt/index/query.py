@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple, cast
 from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import InvalidInputError, TooLargeError, UnsupportedVersionError, shown_value
-from cas_ckpt.index import meta, postgres, sqlite
+from cas_ckpt.index import postgres, remembered, sqlite
 from cas_ckpt.index.database import Database
 from cas_ckpt.index.db_errors import REFUSED, query_refused
 from cas_ckpt.index.index import Index
@@ -75,7 +75,7 @@ def run_query(index: Index, query: str, parameters: Mapping[str, Any], limits: Q
         raise InvalidInputError("sql: there is a NUL in the query: give bytes that hold one as a parameter")
     names = frozenset(found[1] for found in _PARAMETERS.finditer(query) if found[1])
     values = _values(names, parameters)
-    if index.read(meta.views_version) < VIEWS_VERSION:
+    if index.read(remembered.views_version) < VIEWS_VERSION:
         raise UnsupportedVersionError(
             f"index {index.place}: its views are of an earlier version, and it is opened for reading only; open it "
             "once for writing, which makes them"

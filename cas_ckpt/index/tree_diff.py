@@ -32,8 +32,7 @@ from cas_ckpt.errors import CorruptionError, TooLargeError
 from cas_ckpt.index.entries import Specs, read_specs
 from cas_ckpt.index.history import read_commit, read_commits
 from cas_ckpt.index.manifests import FLAVOR_STEP
-from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow
-from cas_ckpt.index.statements import objects_by_id, rows_by_key
+from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, objects_by_id, rows_by_key
 from cas_ckpt.index.trees import (
     CHILD,
     CONTAINER,

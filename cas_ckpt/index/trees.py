@@ -29,9 +29,7 @@ from sqlalchemy import Connection
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.manifests import FLAVOR_STEP, exact_name
-from cas_ckpt.index.rows import UNKNOWN_KIND
-from cas_ckpt.index.statements import objects_by_id, rows_by_key
-from cas_ckpt.index.texts import storable
+from cas_ckpt.index.rows import UNKNOWN_KIND, objects_by_id, rows_by_key, storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import EntryForm, name_order
 from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names, Order

@@ -25,9 +25,18 @@ from typing import NamedTuple, TypeAlias
 from sqlalchemy import Column, Connection, Integer
 
 from cas_ckpt.index.database import insert_missing, key_column, number_table, scratch_tables
-from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
+from cas_ckpt.index.rows import (
+    UNKNOWN_KIND,
+    IndexStats,
+    Usage,
+    change,
+    change_by_key,
+    each_row,
+    objects_by_id,
+    rows,
+    rows_by_key,
+)
 from cas_ckpt.index.schema import NOWHERE
-from cas_ckpt.index.statements import change, change_by_key, each_row, objects_by_id, rows, rows_by_key
 from cas_ckpt.index.trees import read_digests
 from cas_ckpt.objects.digest import Digest, ObjectKind
 

@@ -23,11 +23,11 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from cas_ckpt.index import meta, postgres
+from cas_ckpt.index import postgres, remembered
 from cas_ckpt.index.database import table_names, view_names
 from cas_ckpt.index.manifests import FLAVOR_STEP
+from cas_ckpt.index.rows import MOST_CHARS
 from cas_ckpt.index.schema import META, NOWHERE, VIEWS_VERSION
-from cas_ckpt.index.texts import MOST_CHARS
 from cas_ckpt.index.view_sql import (
     POSTGRES,
     Each,
@@ -779,12 +779,12 @@ VIEWS: Final = (
 
 def make_views(connection: Connection) -> None:
     """Make the views of this version, unless they are there, or those of a later one."""
-    if meta.views_version(connection) >= VIEWS_VERSION:
+    if remembered.views_version(connection) >= VIEWS_VERSION:
         return
     drop_views(connection)
     for view in VIEWS:
         connection.exec_driver_sql(view.text(connection.dialect.name), execution_options={"no_parameters": True})
-    meta.write_meta(connection, meta.VIEWS, " ".join([str(VIEWS_VERSION), *(view.name for view in VIEWS)]))
+    remembered.write_meta(connection, remembered.VIEWS, " ".join([str(VIEWS_VERSION), *(view.name for view in VIEWS)]))
 
 
 def drop_views(connection: Connection) -> None:
@@ -797,8 +797,8 @@ def drop_views(connection: Connection) -> None:
         return
     ours = {view.name for view in VIEWS}
     if META.name in table_names(connection):
-        ours.update(meta.made_views(connection)[1:])
-        meta.write_meta(connection, meta.VIEWS, "0")
+        ours.update(remembered.made_views(connection)[1:])
+        remembered.write_meta(connection, remembered.VIEWS, "0")
     names = [postgres.quoted(name) for name in sorted(there & ours)]
     # In PostgreSQL one view may rest on another, so all are dropped by one statement, which SQLite does not have.
     for some in [", ".join(names)][: len(names)] if connection.dialect.name == POSTGRES else names:

@@ -18,7 +18,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_directory
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.index import integrity, meta
+from cas_ckpt.index import integrity, remembered
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.rows import REVISIONS
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
@@ -80,11 +80,11 @@ def test_an_index_of_every_older_schema_is_filled_anew_and_keeps_what_packs_do_n
     path: Path, wanted: dict[str, set[tuple[Any, ...]]], revision: str
 ) -> None:
     with closing(RepositoryHandle.open(path)) as handle:
-        refs = handle.index.read(meta.read_refs)
+        refs = handle.index.read(remembered.read_refs)
     _older(path, revision)
     with closing(RepositoryHandle.open(path)) as handle:
         assert said(handle.index) == wanted
-        assert (handle.index.is_behind, handle.index.read(meta.read_refs)) == (False, refs)
+        assert (handle.index.is_behind, handle.index.read(remembered.read_refs)) == (False, refs)
     assert check_url(path).problems == ()
 
 
@@ -194,7 +194,7 @@ def test_what_a_damaged_index_of_an_older_schema_remembers_is_kept_by_a_rebuild(
     with closing(RepositoryHandle.open(path)) as handle:
         handle.index.set_generation(7)
         handle.index.write(integrity.write_scrub, Scrub(next(iter(handle.index.packs())), 5, 6))
-        remembered = handle.index.read(meta.read_refs), handle.index.read(integrity.read_scrubs)
+        before = handle.index.read(remembered.read_refs), handle.index.read(integrity.read_scrubs)
     _older(path, revision)
     with closing(sqlite3.connect(path / INDEX_PATH)) as raw:
         (page_bytes,) = raw.execute("PRAGMA page_size").fetchone()
@@ -209,8 +209,11 @@ def test_what_a_damaged_index_of_an_older_schema_remembers_is_kept_by_a_rebuild(
     with closing(RepositoryHandle.open(path)) as handle:
         assert said(handle.index) == wanted
         assert handle.index.generation == 7
-        scrubs = remembered[1] if revision >= "0003" else {}  # earlier ones had no such table
-        assert (handle.index.read(meta.read_refs), handle.index.read(integrity.read_scrubs)) == (remembered[0], scrubs)
+        scrubs = before[1] if revision >= "0003" else {}  # earlier ones had no such table
+        assert (handle.index.read(remembered.read_refs), handle.index.read(integrity.read_scrubs)) == (
+            before[0],
+            scrubs,
+        )
 
 
 def test_what_was_collected_leaves_no_rows_and_has_them_again_when_it_comes_back(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
-from cas_ckpt.index import history, meta
+from cas_ckpt.index import history, remembered
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.index.schema import COMMITS, METADATA, REFS
@@ -70,7 +70,7 @@ def empty(index: Index) -> None:
     with index.writing() as connection:
         for table in METADATA.sorted_tables:
             connection.execute(delete(table))
-        meta.write_meta(connection, meta.STORE, index._wanted)
+        remembered.write_meta(connection, remembered.STORE, index._wanted)
     index.store_id = index._wanted
 
 

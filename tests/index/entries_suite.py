@@ -14,8 +14,7 @@ from sqlalchemy import text
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError
 from cas_ckpt.index import entries, tree_diff, trees
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import CommitRow, ListedEntry
-from cas_ckpt.index.texts import storable
+from cas_ckpt.index.rows import CommitRow, ListedEntry, storable
 from cas_ckpt.index.tree_diff import TooManyRowsError, changed_commits
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.memory import limits

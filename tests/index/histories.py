@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from cas_ckpt.index import liveness, usage
+from cas_ckpt.index import garbage, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import ObjectKind
@@ -117,7 +117,7 @@ def _guarded(live: tuple[list[bytes], set[bytes]]) -> set[bytes]:
 def _check_liveness(index: Index, model: Model, question: Question) -> None:
     guarded = _guarded(question.now)
     commits, roots = question.now
-    with liveness.living(index, commits=commits, roots=roots, published=question.published) as living:
+    with garbage.living(index, commits=commits, roots=roots, published=question.published) as living:
         rows = living.packs()
         found = {row.name: (row.dead_entries, row.dead_bytes, row.duplicate_bytes, row.unpublished) for row in rows}
         assert found == model.pack_rows(guarded, question.published)
@@ -131,7 +131,7 @@ def _check_liveness(index: Index, model: Model, question: Question) -> None:
 
 
 def _check_upward(index: Index, model: Model, question: Question) -> None:
-    assert liveness.freed(index, question.now, question.then) == model.freed(
+    assert garbage.freed(index, question.now, question.then) == model.freed(
         _guarded(question.now), _guarded(question.then)
     )
     known = model.commits()
@@ -141,7 +141,7 @@ def _check_upward(index: Index, model: Model, question: Question) -> None:
     assert set(found) == model.shared(question.sought)
     assert [each.num_bytes for each in found] == sorted((each.num_bytes for each in found), reverse=True)
     now, then = ([each for each in live[0] if each in known] for live in (question.now, question.then))
-    assert liveness.unique(index, now, then) == model.freed(_data(known, now), _data(known, then))
+    assert garbage.unique(index, now, then) == model.freed(_data(known, now), _data(known, then))
 
 
 def _data(known: dict[bytes, CommitRow], commits: Collection[bytes]) -> set[bytes]:

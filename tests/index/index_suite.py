@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents, history, meta, usage
+from cas_ckpt.index import contents, history, remembered, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord, RefRow, Usage
 from cas_ckpt.index.schema import OBJECTS
@@ -355,20 +355,20 @@ class OwnershipTests:
     def test_refs_and_generation_are_remembered(self, open_index: Open) -> None:
         refs = {name: RefRow(name, digest(name), 3, 1.5) for name in ("heads/main", "tags/v1")}
         with open_index() as index:
-            index.write(meta.write_refs, [refs["tags/v1"]._replace(generation=1, target=digest("before"))])
+            index.write(remembered.write_refs, [refs["tags/v1"]._replace(generation=1, target=digest("before"))])
             for ref in refs.values():
-                index.write(meta.write_refs, [ref])
+                index.write(remembered.write_refs, [ref])
             index.set_generation(6)
             index.set_generation(7)
         with open_index() as index:
-            assert index.read(meta.read_refs) == refs
+            assert index.read(remembered.read_refs) == refs
             assert index.generation == 7
             remove_ref(index, "heads/main")
-            assert index.read(meta.read_refs).keys() == {"tags/v1"}
+            assert index.read(remembered.read_refs).keys() == {"tags/v1"}
 
     def test_a_ref_name_that_is_no_text_is_refused(self, open_index: Open) -> None:
         with open_index() as index, pytest.raises(InvalidInputError):
-            index.write(meta.write_refs, [RefRow("heads/\udc80", digest("a"), 0, 0.0)])
+            index.write(remembered.write_refs, [RefRow("heads/\udc80", digest("a"), 0, 0.0)])
 
     def test_nothing_can_be_written_when_it_was_opened_for_reading(self, open_index: Open) -> None:
         with open_index() as index:

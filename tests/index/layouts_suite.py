@@ -13,9 +13,8 @@ from sqlalchemy import func, select
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history, manifests
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord
+from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord, change
 from cas_ckpt.index.schema import DIVISION_BOXES, LAYOUT_AXES, LAYOUTS, METADATA, PLACEMENTS
-from cas_ckpt.index.statements import change
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.layouts import (
     Division,

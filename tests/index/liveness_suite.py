@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cas_ckpt import clock
-from cas_ckpt.index import liveness, usage
+from cas_ckpt.index import garbage, usage
+from cas_ckpt.index.garbage import Garbage, PackLiveness
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.liveness import Garbage, PackLiveness
-from cas_ckpt.index.rows import PackRecord, Usage
-from cas_ckpt.index.statements import objects_by_id
+from cas_ckpt.index.rows import PackRecord, Usage, objects_by_id
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.nodes import LineageEdge
 from cas_ckpt.objects.pack import PackKind
@@ -29,7 +28,7 @@ def _commit(name: str, chunks: Sequence[object], parents: Sequence[str] = ()) ->
 def _packs(index: Index, commits: Sequence[str], kept: Sequence[str] | None = None) -> dict[str, PackLiveness]:
     """Pack -> what is wrong with it while `commits` live and `kept` of them keep their data."""
     roots = [digest(f"root of {name}") for name in (commits if kept is None else kept)]
-    with liveness.living(index, commits=[digest(name) for name in commits], roots=roots, published=()) as living:
+    with garbage.living(index, commits=[digest(name) for name in commits], roots=roots, published=()) as living:
         return {pack.name: pack for pack in living.packs()}
 
 
@@ -81,14 +80,14 @@ class LivenessTests:
         index.add_packs([data_pack("d", ["x"]), meta_pack("m", {"root of a": ["x"]}, commit=row)])
         index.add_packs([PackRecord("l", PackKind.META, 1, [extent("layout", ObjectKind.LAYOUT)])])
         for published, expected in (([], True), ([digest("a")], False)):
-            with liveness.living(index, commits=[], roots=[], published=published) as living:
+            with garbage.living(index, commits=[], roots=[], published=published) as living:
                 assert {pack.name: pack.unpublished for pack in living.packs()} == dict.fromkeys("dml", expected)
 
     def test_the_bytes_of_a_second_copy_are_said_and_one_of_both_packs_may_go(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "y"]), data_pack("copy", ["x"])])
         assert {name: pack.duplicate_bytes for name, pack in _packs(index, ["a"]).items()} == {"d a": 450, "copy": 450}
         commits, roots = _live(["a"])
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert living.needed(["copy"]) == set()
             assert living.needed(["copy", "d a"]) == {"copy", "d a"}
 
@@ -97,12 +96,12 @@ class LivenessTests:
         index.add_packs([PackRecord(f"part {i}", PackKind.DATA, 1, [part]) for i, part in enumerate(parts)])
         index.add_packs([meta_pack("m a", {"root of a": ["x"]}, commit=commit_row("a")), data_pack("whole", ["x"])])
         commits, roots = _live(["a"])
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert living.needed(["whole"]) == set()
             assert living.needed(["whole", "part 0"]) == {"whole", "part 0"}
             assert living.missing() == []
         index.drop_packs(["whole", "part 1"])
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert living.missing() == [digest("x")]
 
     def test_what_loses_a_part_after_it_was_examined_is_missing(self, index: Index) -> None:
@@ -112,17 +111,17 @@ class LivenessTests:
         assert _packs(index, ["a"]) == {}
         index.drop_packs(["part 1"])
         commits, roots = _live(["a"])
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert living.missing() == [digest("x")]
 
     def test_live_objects_in_no_pack_are_missing(self, index: Index) -> None:
         index.add_packs([meta_pack("m a", {"root of a": ["x", "y"]}, commit=commit_row("a")), data_pack("d", ["y"])])
         for live, expected in ((["a"], {digest("x")}), (["a", "b"], {digest("x"), digest("b"), digest("root of b")})):
             commits, roots = _live(live)
-            with liveness.living(index, commits=commits, roots=roots) as living:
+            with garbage.living(index, commits=commits, roots=roots) as living:
                 assert set(living.missing()) == expected
                 assert len(living.missing(1)) == 1
-        with liveness.living(index, commits=[digest("a")], roots=[]) as living:
+        with garbage.living(index, commits=[digest("a")], roots=[]) as living:
             assert living.missing() == []
 
     def test_a_chunk_that_a_promised_state_leads_to_is_not_missing_and_no_node_is_promised(self, index: Index) -> None:
@@ -134,13 +133,13 @@ class LivenessTests:
         index.add_packs([meta_pack("m b", {"root of b": ["z"]}, commit=commit_row("b"))])
         commits, roots = _live(["a", "b"])
         lost = {digest("lost page"), digest("z")}  # of z nobody says that it is a chunk
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert set(living.missing()) == {digest("x"), *lost}
             assert set(living.missing(promised=roots)) == lost
             assert set(living.missing(promised=[digest("root of b")])) == {digest("x"), *lost}
             assert len(living.missing(1, promised=roots)) == 1
-        assert index.read(liveness.promised, [digest("x"), *lost], roots) == {digest("x")}
-        assert index.read(liveness.promised, [digest("x")], []) == set()
+        assert index.read(garbage.promised, [digest("x"), *lost], roots) == {digest("x")}
+        assert index.read(garbage.promised, [digest("x")], []) == set()
 
     def test_the_base_of_a_live_delta_lives(self, index: Index) -> None:
         delta = PackRecord("delta", PackKind.DATA, 1, [extent("x", base=digest("old"))])
@@ -149,7 +148,7 @@ class LivenessTests:
         index.drop_packs(["d a", "m a"])
         index.add_packs([PackRecord("delta 2", PackKind.DATA, 1, [extent("x", base=digest("never seen"))])])
         commits, roots = _live(["b"])
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert set(living.missing()) == {digest("old"), digest("never seen")}
 
     def test_live_entries_are_what_a_copy_of_the_pack_has_to_hold(self, index: Index) -> None:
@@ -157,14 +156,14 @@ class LivenessTests:
         index.add_packs([PackRecord("d", PackKind.DATA, 1, entries)])
         index.add_packs([meta_pack("m a", {"root of a": ["x", "y"]}, commit=commit_row("a"))])
         commits, roots = _live(["a"])
-        with liveness.living(index, commits=commits, roots=roots) as living:
+        with garbage.living(index, commits=commits, roots=roots) as living:
             assert living.live_entries(["d"]) == {"d": [entries[2], entries[0]]}
             assert living.live_entries(["never seen"]) == {"never seen": []}
             assert living.summary() == Garbage(1, 450)
 
     def test_others_may_read_and_write_while_the_answers_are_asked_for(self, index: Index) -> None:
         index.add_packs(_commit("a", ["x"]))
-        with liveness.living(index, commits=[], roots=[]) as living:
+        with garbage.living(index, commits=[], roots=[]) as living:
             index.add_packs(_commit("b", ["y"]))
             assert index.packs().keys() == {"d a", "m a", "d b", "m b"}
             assert {pack.name for pack in living.packs()} == {"d a", "m a"}
@@ -183,11 +182,11 @@ class LivenessTests:
         index.add_packs([*_commit("a", ["x", "s"]), *_commit("b", ["y", "s"], ["a"]), data_pack("stray", ["z"])])
         index.add_packs([meta_pack("m stray", {"a tree of no commit": ["x"]})])
         both, one = _live(["a", "b"]), _live(["b"])
-        assert liveness.freed(index, both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
-        assert liveness.freed(index, both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
-        assert liveness.freed(index, _live(["a"]), one) == liveness.freed(index, both, one)
-        assert liveness.freed(index, one, both) == liveness.freed(index, both, both) == Usage()
-        assert liveness.unique(index, [digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
+        assert garbage.freed(index, both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
+        assert garbage.freed(index, both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
+        assert garbage.freed(index, _live(["a"]), one) == garbage.freed(index, both, one)
+        assert garbage.freed(index, one, both) == garbage.freed(index, both, both) == Usage()
+        assert garbage.unique(index, [digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
 
     def test_the_commits_that_hold_something_are_found_through_all_that_refers_to_it(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "page"]), *_commit("b", ["page", "tree"], ["a"])])
@@ -289,4 +288,4 @@ class ReadOnlyLivenessTests:
                 _packs(index, ["a", "b"])
         with open_index(read_only=True) as index:  # type: ignore[operator]
             assert _packs(index, ["b"]).keys() == {"d a", "m a", "stray"}
-            assert liveness.freed(index, _live(["a", "b"]), _live(["b"])).num_chunks == 1
+            assert garbage.freed(index, _live(["a", "b"]), _live(["b"])).num_chunks == 1

@@ -20,7 +20,7 @@ from cas_ckpt.errors import (
     OutOfSpaceError,
     PermissionDeniedError,
 )
-from cas_ckpt.index import candidates, contents, history, meta, sqlite, usage
+from cas_ckpt.index import contents, garbage, history, remembered, sqlite, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, commit_pack, data_pack, digest, meta_pack
@@ -31,13 +31,18 @@ def _filled(place: Path) -> Path:
         names = [f"chunk {number}" for number in range(300)]
         index.add_packs([data_pack("d", names), meta_pack("m", {"root of c": names})])
         index.add_packs([commit_pack("c", ["b"], metrics={"loss": 1}), commit_pack("b", stats={"new_bytes": 1})])
-        index.write(meta.write_refs, [RefRow("heads/main", digest("c"), 0, 0.0)])
+        index.write(remembered.write_refs, [RefRow("heads/main", digest("c"), 0, 0.0)])
     return place
 
 
 def _use_all(place: Path) -> None:
     with Index.open(place, store_id=STORE) as index:
-        index.packs(), index.read(meta.read_refs), index.read(usage.read_stats), list(history.log(index, [digest("c")]))
+        (
+            index.packs(),
+            index.read(remembered.read_refs),
+            index.read(usage.read_stats),
+            list(history.log(index, [digest("c")])),
+        )
         (
             index.read(contents.locate, index.read(contents.chunk_digests)),
             index.read(contents.resolve_prefix, "a"),
@@ -112,7 +117,7 @@ def test_a_row_that_the_examination_for_garbage_cannot_read_is_damage(tmp_path: 
         with index.writing() as connection:
             connection.exec_driver_sql("UPDATE t_locations SET num_leaves = 'x' WHERE pack_id = 5")
         with pytest.raises(CorruptionError, match="index rebuild"):
-            candidates.examine(index)
+            garbage.examine(index)
 
 
 def test_a_name_that_no_row_can_have_is_the_callers_mistake(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.index import contents, history, meta, restores
+from cas_ckpt.index import contents, history, remembered
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, all_commits, commit_pack, data_pack, digest
@@ -42,8 +42,8 @@ def test_processes_that_make_and_fill_an_index_at_once_lose_nothing(tmp_path: Pa
 def log_restores(place: Path, name: str) -> None:
     with Index.open(place, store_id=STORE) as index:
         for number in range(10):
-            index.write(restores.write_restore, restore(name, f"root of {name}", at_s=number))
-            index.write(restores.write_plan, plan(f"root {number}", f"dp={name}"), loads(2), SHAPES)
+            index.write(remembered.write_restore, restore(name, f"root of {name}", at_s=number))
+            index.write(remembered.write_plan, plan(f"root {number}", f"dp={name}"), loads(2), SHAPES)
 
 
 def test_processes_that_log_a_hundred_restores_at_once_lose_none(tmp_path: Path) -> None:
@@ -52,27 +52,27 @@ def test_processes_that_log_a_hundred_restores_at_once_lose_none(tmp_path: Path)
     writers = [Forked(log_restores, place, str(name)) for name in range(10)]
     assert [writer.wait(timeout=100) for writer in writers] == [0] * 10
     with Index.open(place, store_id=STORE) as index:
-        found = index.read(restores.read_restores)
+        found = index.read(remembered.read_restores)
         assert sorted((row.commit_id, row.started_us) for row in found) == sorted(
             (digest(str(name)), number * 1_000_000) for name in range(10) for number in range(10)
         )
-        kept = index.read(restores.read_plans)
+        kept = index.read(remembered.read_plans)
         assert len(kept) == 100
         assert all(each.totals["read_bytes"][1] == 21 for each in kept)
 
 
 def die_while_logging(place: Path) -> None:
-    restores._drop_oldest = lambda connection: os._exit(9)
+    remembered._drop_oldest = lambda connection: os._exit(9)
     with Index.open(place, store_id=STORE) as index:
-        index.write(restores.write_restore, restore("before"))
-        index.write(restores.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
+        index.write(remembered.write_restore, restore("before"))
+        index.write(remembered.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
 
 
 def test_a_process_that_dies_while_it_keeps_a_plan_leaves_no_part_of_it(tmp_path: Path) -> None:
     place = tmp_path / "index.sqlite"
     assert Forked(die_while_logging, place).wait(timeout=100) == 9
     with Index.open(place, store_id=STORE) as index:
-        assert index.read(restores.read_restores) == [restore("before")]
+        assert index.read(remembered.read_restores) == [restore("before")]
         assert index.read(rows_left) == (0, 0, 0)
 
 
@@ -139,5 +139,5 @@ def test_a_commit_of_an_unchanged_state_writes_few_bytes(tmp_path: Path) -> None
     with Index.open(place, store_id=STORE) as index:
         for number in range(10, 60):
             index.add_packs([packs[number]])
-            index.write(meta.write_refs, [RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0)])
+            index.write(remembered.write_refs, [RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0)])
         assert log.stat().st_size / 50 < 7200

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.index import contents, manifests, restores, usage
+from cas_ckpt.index import contents, manifests, remembered, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.layouts import Division, compose_layout, holders_of, layout_node
 from tests.divided import mesh, over
@@ -54,9 +54,9 @@ def test_parents_that_many_chunks_have_in_common_are_in_memory_once(tmp_path: Pa
 
 def test_a_plan_of_many_ranks_is_looked_for_once_where_plans_may_be_incomplete(tmp_path: Path) -> None:
     with Index.open(tmp_path / "index", store_id="store") as index:
-        index.write(restores.write_plan, plan("root", "dp=20000", 20_000), loads(20_000), SHAPES)
-        assert _bytes_beside(index.write, restores.drop_incomplete)[1] < 200_000
-        assert len(index.read(restores.read_plans)) == 1
+        index.write(remembered.write_plan, plan("root", "dp=20000", 20_000), loads(20_000), SHAPES)
+        assert _bytes_beside(index.write, remembered.drop_incomplete)[1] < 200_000
+        assert len(index.read(remembered.read_plans)) == 1
 
 
 @pytest.mark.slow

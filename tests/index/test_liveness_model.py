@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from cas_ckpt.index import candidates
+from cas_ckpt.index import garbage
 from cas_ckpt.index.index import Index
 from tests.index.building import STORE
 from tests.index.histories import Steps, histories, play
@@ -34,6 +34,6 @@ def test_the_index_in_memory_agrees_with_the_model(index: Index, steps: Steps) -
 @given(steps=histories())
 def test_examining_a_few_entries_at_a_time_makes_no_difference(index: Index, steps: Steps) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "ENTRIES_PER_TURN", 3)
-        patch.setattr(candidates, "_OBJECTS_PER_READ", 2)
+        patch.setattr(garbage, "ENTRIES_PER_TURN", 3)
+        patch.setattr(garbage, "_OBJECTS_PER_READ", 2)
         play(index, steps)

@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 
 import cas_ckpt
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.index import restores
+from cas_ckpt.index import remembered
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index, ensure_schema, migrations_folder
 from cas_ckpt.index.rows import REVISIONS
@@ -149,10 +149,10 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
         assert index.packs() == {"d": 10_000} and index.in_memory
     assert place.read_bytes() == before
     with Index.open(place, store_id=STORE) as index:
-        assert (index.packs(), index.read(restores.read_plans)) == ({"d": 10_000}, [])
+        assert (index.packs(), index.read(remembered.read_plans)) == ({"d": 10_000}, [])
         row = plan("root", "dp=2")
-        index.write(restores.write_plan, row, loads(2), SHAPES)
-        assert index.read(restores.read_plan, row.root, row.target) is not None
+        index.write(remembered.write_plan, row, loads(2), SHAPES)
+        assert index.read(remembered.read_plan, row.root, row.target) is not None
 
 
 def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from alembic.migration import MigrationContext
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.index import meta
+from cas_ckpt.index import remembered
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import quoted, schema_of
@@ -76,7 +76,7 @@ def test_down_to_every_schema_and_up_again_makes_the_same_tables_and_keeps_what_
     assert older == {"alembic_version"} if revision == "base" else packs in older
     with Index.open(place, store_id=STORE) as index:
         assert index.packs() == ({} if revision == "base" else {"d": 10_000})
-        assert set(index.read(meta.read_refs)) == (set() if revision == "base" else {"refs/heads/main"})
+        assert set(index.read(remembered.read_refs)) == (set() if revision == "base" else {"refs/heads/main"})
     assert _shape(other, schema_of(STORE)) == before
 
 

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import contents, entries, finding, history, liveness, tree_diff, usage
+from cas_ckpt.index import contents, entries, finding, garbage, history, tree_diff, usage
 from cas_ckpt.index.finding import EntryFilter
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
@@ -101,7 +101,7 @@ def _live(*, but: str | None = None) -> tuple[list[bytes], list[bytes]]:
 
 def _collect(index: Index) -> None:
     commits, roots = _live(but="c9")
-    with liveness.living(index, commits=commits, roots=roots) as alive:
+    with garbage.living(index, commits=commits, roots=roots) as alive:
         condemned = [pack.name for pack in alive.packs()]
         assert condemned and alive.summary().num_objects > 90_000
         alive.missing()
@@ -127,7 +127,7 @@ QUESTIONS: dict[str, Callable[[Index], object]] = {
     "which commits hold a chunk": lambda index: index.read(usage.commits_holding, CHUNKS[5]),
     "which states share most": lambda index: index.read(usage.nearest, CHUNKS[:200]),
     "how much is below a tensor": lambda index: index.read(usage.under, [_sha("tensor 7")]),
-    "what would forgetting free": lambda index: liveness.freed(index, _live(), _live(but="c9")),
+    "what would forgetting free": lambda index: garbage.freed(index, _live(), _live(but="c9")),
     "what may be collected": _collect,
     "a commit of ten chunks": _commit_ten_chunks,
     "a pack is gone": lambda index: index.drop_packs(["packs/77.data"]),

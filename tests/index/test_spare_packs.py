@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cas_ckpt.index.candidates import Extent, covers, spare_packs
+from cas_ckpt.index.garbage import Extent, covers, spare_packs
 
 LEAVES = 4
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError
-from cas_ckpt.index import meta, query, sqlite
+from cas_ckpt.index import query, remembered, sqlite
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.query import QueryLimits, run_query
 from cas_ckpt.index.rows import RefRow
@@ -287,7 +287,7 @@ def test_unique_bytes_by_branch_and_week_take_twice_the_steps_for_twice_the_comm
                 index.add_packs([meta_pack(f"p{number}", {f"root of c{number}": tensors}, commit=row)])
             heads = {"main": count - 1, "old": count // 2, "ft": count - 3}
             refs = [RefRow(f"refs/heads/{name}.ref", digest(f"c{at}"), 1, 1.0) for name, at in heads.items()]
-            index.write(meta.write_refs, refs)
+            index.write(remembered.write_refs, refs)
             looks[0] = 0
             assert {name for name, *_ in run_query(index, text, {}, QueryLimits(999, 1 << 24, 60.0)).rows} == {"main"}
             steps.append(looks[0])

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.index import restores
+from cas_ckpt.index import remembered
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.texts import storable
+from cas_ckpt.index.rows import storable
 from cas_ckpt.index.views import VIEWS
 from cas_ckpt.objects.layouts import Division, LayoutObject, compose_layout, holders_of, layout_node
 from cas_ckpt.objects.spec import MeshPlacement
@@ -64,10 +64,10 @@ def fill(index: Index) -> None:
             metrics={name: NUMBERS[at % len(NUMBERS)]}, stats={"new_bytes": (0, -7, 2**62)[at % 3]},
         )  # fmt: skip
         index.add_packs([meta_pack(f"odd {at}", {}, commit=odd)])
-        index.write(restores.write_plan, plan(f"r{at}", name, 1, rules={name: ("R",)}), loads(1), SHAPES)
+        index.write(remembered.write_plan, plan(f"r{at}", name, 1, rules={name: ("R",)}), loads(1), SHAPES)
         row = restore("a", f"r{at}", mesh=name, author=name, host=name, error=name or None, wants=digest(at) or None)
-        index.write(restores.write_restore, row)
-    index.write(restores.write_restore, restore("a", wants=None, num_bytes=None, seconds=0.1))
+        index.write(remembered.write_restore, row)
+    index.write(remembered.write_restore, restore("a", wants=None, num_bytes=None, seconds=0.1))
 
 
 @pytest.fixture(scope="module")

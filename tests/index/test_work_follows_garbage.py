@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.index import candidates, contents, history, liveness, statements, usage
+from cas_ckpt.index import contents, garbage, history, usage
+from cas_ckpt.index import rows as statements
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord
-from cas_ckpt.index.statements import objects_by_id
+from cas_ckpt.index.rows import AxisBound, CommitFilter, PackRecord, objects_by_id
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
 
@@ -73,7 +73,7 @@ def index(tmp_path: Any) -> Iterator[Index]:
 
 def _collect(index: Index) -> None:
     commits, roots = [digest("a"), digest("b")], [digest("root of b"), digest("never seen")]
-    with liveness.living(index, commits=commits, roots=roots) as living:
+    with garbage.living(index, commits=commits, roots=roots) as living:
         names = [pack.name for pack in living.packs()]
         assert set(names) == {"d a", "m a", "d b", "part"}
         assert living.missing() == [digest("never seen")]
@@ -84,7 +84,7 @@ def _collect(index: Index) -> None:
 
 def _freed(index: Index) -> None:
     roots = [digest("root of a"), digest("root of b")]
-    assert liveness.freed(index, ([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
+    assert garbage.freed(index, ([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
 
 
 QUESTIONS: dict[str, Callable[[Index], object]] = {
@@ -113,31 +113,31 @@ def test_a_scan_would_be_noticed(index: Index) -> None:
 
 def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    whole = candidates.find
+    whole = garbage.find
 
     def find(connection: Any, *, above: int, upto: int, again: bool, **targets: Any) -> None:
         seen.append((above, upto))
         whole(connection, above=above, upto=upto, again=again, **targets)
 
-    monkeypatch.setattr(candidates, "find", find)
+    monkeypatch.setattr(garbage, "find", find)
     _collect(index)
     _collect(index)
     index.add_packs([data_pack("one more", ["z"])])
-    liveness.freed(index, ([], []), ([], []))
+    garbage.freed(index, ([], []), ([], []))
     assert seen == [(0, 5), (5, 5), (5, 5), (5, 6), (6, 6)]
 
 
 def test_examining_many_packs_asks_for_the_targets_of_all_commits_twice(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", 3)
+    monkeypatch.setattr(garbage, "ENTRIES_PER_TURN", 3)
     asked: list[str] = []
 
     for number in range(10):
         name = f"more {number}"
         index.add_packs([meta_pack(f"m {name}", {f"root of {name}": []}, commit=commit_row(name))])
     with _asked(lambda _, statement, __: asked.append(statement)):
-        candidates.examine(index)
+        garbage.examine(index)
     turns = sum("INSERT INTO unreferenced SELECT l.object_id" in statement for statement in asked)
     assert turns > 6
     assert sum("WHERE o.digest = c.root" in statement for statement in asked) == 3  # the first turn, all, the last turn
@@ -148,7 +148,7 @@ def test_what_is_examined_in_many_turns_is_what_is_examined_in_one(
 ) -> None:
     found = []
     for entries in (3, 10_000):
-        monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", entries)
+        monkeypatch.setattr(garbage, "ENTRIES_PER_TURN", entries)
         with Index.open(tmp_path / f"{entries}.sqlite", store_id=STORE) as index:
             for number in range(12):
                 name = f"n{number}"
@@ -156,19 +156,19 @@ def test_what_is_examined_in_many_turns_is_what_is_examined_in_one(
                 commit = commit_row(name) if number % 3 else None
                 index.add_packs([data_pack(f"d {name}", [*chunks, "common"])])
                 index.add_packs([meta_pack(f"m {name}", {f"root of {name}": chunks[:2]}, commit=commit)])
-            candidates.examine(index)
+            garbage.examine(index)
             with index.reading() as connection:
                 found.append(sorted(connection.exec_driver_sql("SELECT object_id FROM t_suspects").scalars()))
     assert found[0] == found[1] and len(found[0]) > 10
 
 
 def test_targets_serve_no_longer_once_a_pack_was_dropped(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "ENTRIES_PER_TURN", 3)
-    targets = index.read(candidates.commit_targets)._replace(numbers=array("q", range(10_000)))  # of numbers given anew
+    monkeypatch.setattr(garbage, "ENTRIES_PER_TURN", 3)
+    targets = index.read(garbage.commit_targets)._replace(numbers=array("q", range(10_000)))  # of numbers given anew
     index.drop_packs(["m a"])
     for name in "cdefg":
         index.add_packs([meta_pack(f"m {name}", {f"root of {name}": []})])
-    while index.write(candidates.examine_some, targets):
+    while index.write(garbage.examine_some, targets):
         pass
     with index.reading() as connection:
         roots = [digest(f"root of {name}") for name in "cdefg"]

@@ -16,7 +16,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_pack
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.errors import TooLargeError
-from cas_ckpt.index import contents, integrity, meta, restores, usage
+from cas_ckpt.index import contents, integrity, remembered, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.manifests import kept_data
@@ -162,7 +162,7 @@ def sample() -> Sample:
 def filled(index: Index) -> Index:
     """`index` with the rows of the sample."""
     index.add_packs(sample().records)
-    index.write(meta.write_refs, sample().handle.index.read(meta.read_refs).values())
+    index.write(remembered.write_refs, sample().handle.index.read(remembered.read_refs).values())
     return index
 
 
@@ -262,8 +262,8 @@ class ViewTests:
             ("keep", "pin", "refs/pins/keep", main),
             ("v1", "tag", "refs/tags/v1", first),
         ]
-        gone = index.read(meta.read_refs)["refs/tags/v1.ref"]._replace(target=b"")
-        index.write(meta.write_refs, [gone])
+        gone = index.read(remembered.read_refs)["refs/tags/v1.ref"]._replace(target=b"")
+        index.write(remembered.write_refs, [gone])
         assert rows(index, "SELECT name FROM refs WHERE kind = 'tag'") == []
 
     def test_the_history_of_a_ref_is_its_log(self, index: Index) -> None:
@@ -474,13 +474,13 @@ class ViewTests:
         assert [rank for rank, kind, _, _ in rows(index, query, key="head") if kind == "whole"] == [0, 2, 4, 6, 7]
 
     def test_plans_and_restores_are_rows(self, index: Index) -> None:
-        index.write(restores.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
-        index.write(restores.write_plan, plan("root", "dp=4", 4), loads(4, read=30), SHAPES)
+        index.write(remembered.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
+        index.write(remembered.write_plan, plan("root", "dp=4", 4), loads(4, read=30), SHAPES)
         cheapest = "SELECT mesh, read_bytes, most_read_bytes FROM plans WHERE root_id = :root ORDER BY most_read_bytes"
         found = rows(index, cheapest, root=digest("root").hex())
         assert found == [("dp=2", 21, 11), ("dp=4", 121, 31)]
         assert rows(index, "SELECT count(*) FROM plan_ranks JOIN plans USING (plan_no) WHERE mesh = 'dp=4'") == [(4,)]
-        index.write(restores.write_restore, restore("a", "root", at_s=1_700_000_000))
+        index.write(remembered.write_restore, restore("a", "root", at_s=1_700_000_000))
         query = "SELECT commit_id, started, started_s, is_whole, error FROM restores"
         assert rows(index, query) == [(digest("a").hex(), "2023-11-14 22:13:20", 1_700_000_000.0, 1, None)]
 
@@ -497,18 +497,18 @@ def with_everything(index: Index) -> None:
         {"wq": Division((over(grid, "R", "S(1)"),)), "b": Division((boxes,))}, world_size=8, aliases=(("b", "c"),)
     )
     index.add_packs([layout_pack("l", [layout_node(layout)], ["divided"])])
-    index.write(restores.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
-    index.write(restores.write_restore, restore("a"))
-    index.write(restores.write_restore, restore("a", num_bytes=None, error="CorruptionError: x"))
+    index.write(remembered.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
+    index.write(remembered.write_restore, restore("a"))
+    index.write(remembered.write_restore, restore("a", num_bytes=None, error="CorruptionError: x"))
     index.write(integrity.write_scrub, Scrub(min(index.packs()), 1_700_000_000_000_000, 10, "a flipped bit"))
     told = {"meta": encode_value({"lr": 1}, key=""), "provenance": encode_value({"host": "a"}, key="")}
     index.add_packs([meta_pack("told", {}, commit=commit_row("told", ["a"], signature=signature(), **told))])
     moves = [(0, 2**70, None, digest("told"), "tag: set to main", "ann"), (1, 5, digest("told"), None, "gone\0", "")]
     records = [("refs/tags/v1.ref", "released\0"), ("refs/pins/keep.ref", "the paper"), ("refs/heads/main.ref", "")]
     states = [RefState(name, b"hash", digest("told"), note, moves) for name, note in records]
-    index.write(meta.write_states, states)
-    index.write(meta.write_forgotten, [digest("told"), digest("b")])
-    index.write(meta.write_forgotten, [digest("told"), digest("c")])
+    index.write(remembered.write_states, states)
+    index.write(remembered.write_forgotten, [digest("told"), digest("b")])
+    index.write(remembered.write_forgotten, [digest("told"), digest("c")])
 
 
 @cache

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import URL, Engine, event, make_url
 
 from cas_ckpt.core import handle
-from cas_ckpt.index import meta, postgres
+from cas_ckpt.index import postgres, remembered
 from cas_ckpt.index.index import Index
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
@@ -40,7 +40,9 @@ def template(server_url: str) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(postgres, "schema_of", lambda store_id: SCHEMA)
         with Index.open(_of_database(server_url, "template_of_tests"), store_id="none") as index:
-            index.write(lambda connection: connection.exec_driver_sql(f"DELETE FROM t_meta WHERE key = '{meta.STORE}'"))
+            index.write(
+                lambda connection: connection.exec_driver_sql(f"DELETE FROM t_meta WHERE key = '{remembered.STORE}'")
+            )
     return "template_of_tests"
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import add_all_packs
-from cas_ckpt.index import contents, history, liveness, meta, usage
+from cas_ckpt.index import contents, garbage, history, remembered, usage
+from cas_ckpt.index.garbage import Garbage, PackLiveness
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import CommitRow, PackRecord, RefRow
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind
@@ -170,9 +170,9 @@ class PlainIndex:
 
 _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     usage.read_stats: PlainIndex.stats,
-    meta.read_refs: PlainIndex.refs,
-    meta.known_refs: PlainIndex.known_refs,
-    meta.write_refs: PlainIndex.set_refs,
+    remembered.read_refs: PlainIndex.refs,
+    remembered.known_refs: PlainIndex.known_refs,
+    remembered.write_refs: PlainIndex.set_refs,
     contents.packs_in_parts: PlainIndex.packs_in_parts,
     contents.locate: PlainIndex.locate,
     contents.chunks_at_most: PlainIndex.num_chunks,
@@ -187,14 +187,14 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     history.read_line: PlainIndex.line,
 }
 
-_living_of_rows = liveness.living
+_living_of_rows = garbage.living
 
 
 def _living(index: Index | PlainIndex, **asked: Any) -> AbstractContextManager[Any]:
     return index.living(**asked) if isinstance(index, PlainIndex) else _living_of_rows(index, **asked)
 
 
-liveness.living = _living  # callers ask the module, so that both kinds of index may be played in one process
+garbage.living = _living  # callers ask the module, so that both kinds of index may be played in one process
 
 
 class PlainLiving:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cas_ckpt.core.packs import read_pack
-from cas_ckpt.index import contents, history, liveness
-from cas_ckpt.index.liveness import PackLiveness
+from cas_ckpt.index import contents, garbage, history
+from cas_ckpt.index.garbage import PackLiveness
 from cas_ckpt.objects.pack import PACK_PREFIX
 from tests.index.building import empty
 from tests.schedule.plain_index import PlainIndex
@@ -26,7 +26,7 @@ def _answers(index: Any, digests: list[bytes], chance: random.Random) -> dict[st
     roots = {node for digest in keeping for node in (links[digest].root, links[digest].layout)}
     packs = sorted(index.packs())
     condemned = chance.sample(packs, chance.randint(0, len(packs)))
-    with liveness.living(index, commits=commits, roots=roots, published=commits) as living:
+    with garbage.living(index, commits=commits, roots=roots, published=commits) as living:
         alive = {
             "missing": sorted(living.missing()),
             "packs": sorted(map(_sizes, living.packs())),

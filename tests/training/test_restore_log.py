@@ -19,7 +19,7 @@ from cas_ckpt import PerRank, Repository, RNGState, StateDict, limits
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, MismatchError, NotFoundError
 from cas_ckpt.index import history, index
-from cas_ckpt.index.restores import proven_packs
+from cas_ckpt.index.remembered import proven_packs
 from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.layout.restore_plan import RestoreRequest, plan_restore_reads
 from cas_ckpt.objects.digest import leaf_digest

@@ -5,7 +5,7 @@ A plan:
     1. load the tree: which tensors there are, and their specs (core/tree.py)
     2. target layout -> who wants what of each (layout/target_layout.py)
     3. plan, prove the cover, count (layout/restore_plan.py)
-    4. keep it in the index as rows, by (root, layout); the next one who asks gets it from there (index/restores.py)
+    4. keep it in the index as rows, by (root, layout); the next one who asks gets it from there (index/remembered.py)
 
 What a layout says nothing about is planned as it is restored: arrays, and tensors that are parts of something (sparse
 tensors, generators) by every rank whole; values that each rank has for itself by that rank, and by nobody where the
@@ -44,8 +44,8 @@ from cas_ckpt.core.refs import default_author
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
-from cas_ckpt.index import history, restores, usage
-from cas_ckpt.index.restores import RANK_COLUMNS, KeptPlan, PlanRow, RestoreRow, ShapeRow
+from cas_ckpt.index import history, remembered, usage
+from cas_ckpt.index.remembered import RANK_COLUMNS, KeptPlan, PlanRow, RestoreRow, ShapeRow
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, held_by, wants_id, whole
 from cas_ckpt.layout.restore_plan import (
@@ -148,7 +148,7 @@ def plan_checkout(
             a bandwidth is not above 0.
     """
     question = _Question.asked(handle, revision, storage_bandwidth, network_bandwidth)
-    kept = handle.index.read(restores.read_plan, question.root, target.digest)
+    kept = handle.index.read(remembered.read_plan, question.root, target.digest)
     if kept is not None:
         return question.answer(report_of(kept))
     tensors = chunked_tensors(handle, question.root)
@@ -178,14 +178,14 @@ def compare_plans(
     most = MAX_RANKS if most_ranks is None else check_whole("most_ranks", most_ranks)
     by_digest = {target.digest: target for target in targets or () if target.world_size <= most}
     made = {}
-    missing = by_digest.keys() - handle.index.read(restores.known_targets, question.root)
+    missing = by_digest.keys() - handle.index.read(remembered.known_targets, question.root)
     tensors = chunked_tensors(handle, question.root) if missing else []
     can_keep = not handle.read_only
     for digest, target in by_digest.items():
         if digest in missing:
             made[digest], can_keep = _planned(handle, question.root, target, tensors, keep=can_keep)
     kept = handle.index.read(
-        restores.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
+        remembered.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
         network_bandwidth=question.network_bandwidth, targets=None if targets is None else list(by_digest),
         most_ranks=most_ranks, planner_version=PLANNER_VERSION,
     )  # fmt: skip
@@ -241,7 +241,7 @@ class _Question:
 def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> list[PlanReport]:
     """The plans in the index that this version would make alike, for one commit or all; extents are not looked up."""
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
-    kept = handle.index.read(restores.read_plans, root, planner_version=PLANNER_VERSION)
+    kept = handle.index.read(remembered.read_plans, root, planner_version=PLANNER_VERSION)
     found = list(map(report_of, kept))
     commits = handle.index.read(history.youngest_of_roots, {bytes.fromhex(report.root) for report in found})
     return [replace(each, commit=commits.get(bytes.fromhex(each.root), b"").hex()) for each in found]
@@ -372,7 +372,7 @@ def keep_plan(
     made_us = int(clock.now_s() * 1e6)
     row = PlanRow(root, target, wants, PLANNER_VERSION, report.mesh, report.rules, **counts, made_us=made_us)
     shapes = [ShapeRow(**asdict(shape)) for shape in report.shapes]
-    handle.index.write_soon(restores.write_plan, row, totals.rows(), shapes)
+    handle.index.write_soon(remembered.write_plan, row, totals.rows(), shapes)
 
 
 def report_of(kept: KeptPlan) -> PlanReport:
@@ -473,9 +473,9 @@ def list_restores(
         NotFoundError: no such commit.
     """
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
-    rows = handle.index.read(restores.read_restores, root, limit=limit)
+    rows = handle.index.read(remembered.read_restores, root, limit=limit)
     wanted = [(row.root, row.wants) for row in rows if row.wants is not None]
-    planned = handle.index.read(restores.plans_for_wants, wanted) if wanted else {}
+    planned = handle.index.read(remembered.plans_for_wants, wanted) if wanted else {}
     estimates: dict[tuple[bytes, bytes | None], float] = {
         wants: report_of(plan).summary.estimated_s for wants, plan in planned.items()
     }
@@ -584,7 +584,7 @@ def logged(
                 note.complete and not note.left_alone,
                 None if error is None else f"{type(error).__name__}: {error}",
             )  # fmt: skip
-            handle.index.write_soon(restores.write_restore, row)
+            handle.index.write_soon(remembered.write_restore, row)
             if error is None and note.complete and note.plan is not None and wants is not None:
                 _keep_plan(handle, note, Digest(commit.root), wants, mesh)
         except Exception as refused:  # noqa: BLE001  # the restore is what counts, and its own error
@@ -601,7 +601,7 @@ def logged(
 def _keep_plan(handle: RepositoryHandle, note: RestoreNote, root: Digest, wants: Digest, mesh: str) -> None:
     """Keep the plan that several ranks made for a restore, unless there is one for the same wants."""
     plan = note.plan
-    if plan is None or handle.index.read(restores.has_plan, root, wants):
+    if plan is None or handle.index.read(remembered.has_plan, root, wants):
         return
     splits_of = {
         render_key(copy.path): copy.placement.splits

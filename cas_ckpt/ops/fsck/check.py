@@ -28,8 +28,8 @@ from cas_ckpt.core.live import LOOKS, Graph, orphan_name, promisors
 from cas_ckpt.core.packs import filled, wants_maintainer
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents, history, liveness
-from cas_ckpt.index.candidates import covers
+from cas_ckpt.index import contents, garbage, history
+from cas_ckpt.index.garbage import covers
 from cas_ckpt.index.index import Index, may_replace
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
@@ -240,7 +240,7 @@ def _add_orphans_problem(store: Store, structure: Structure, records: Records, f
 def _note_packs_nobody_needs(index: Index, live: LiveCommits, findings: Findings) -> None:
     """Note packs that hold nothing that is needed: left by writers that died, or by commits that are gone."""
     commits, roots = live.stored, live.roots(live.complete)
-    with liveness.living(index, commits=commits, roots=roots, published=commits) as living:
+    with garbage.living(index, commits=commits, roots=roots, published=commits) as living:
         unneeded = [pack for pack in living.packs() if pack.dead_entries == pack.num_entries]
     if unneeded:
         num_bytes = sum(pack.size_bytes for pack in unneeded)

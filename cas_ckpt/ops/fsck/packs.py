@@ -42,7 +42,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import integrity, restores
+from cas_ckpt.index import integrity, remembered
 from cas_ckpt.index.index import Index, disorder
 from cas_ckpt.index.integrity import UNKNOWN, Scrub
 from cas_ckpt.index.rows import PackRecord
@@ -496,7 +496,7 @@ def read_data(
     """Read and verify every entry of those of `packs` that are chosen; what is damaged goes into `structure`."""
     log = structure.index if structure.is_own else None
     scrubs = {} if log is None else log.read(integrity.read_scrubs)
-    proven = {} if log is None else log.read(restores.proven_packs)
+    proven = {} if log is None else log.read(remembered.proven_packs)
     remembers = log is not None and not log.read_only
     chosen = choose_packs(packs, options, scrubs, now_us=_now_us(), proven=proven, remembers=remembers)
     reading = _Reading(store, structure, log, options)

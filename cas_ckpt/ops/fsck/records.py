@@ -19,7 +19,7 @@ from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.core.signatures import SIGNERS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.index import history, meta
+from cas_ckpt.index import history, remembered
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
@@ -200,7 +200,7 @@ def remembered_refs(index: Index | None) -> dict[str, RefRow]:
     """
     if index is None:
         return {}
-    found = index.read(meta.read_refs)
+    found = index.read(remembered.read_refs)
     for key in found:
         if not is_key(key):
             raise CorruptionError(f"index {index.place}: it remembers {key!r}, a name that no ref can have; {REBUILD}")

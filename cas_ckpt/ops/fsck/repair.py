@@ -51,7 +51,7 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import meta, usage
+from cas_ckpt.index import remembered, usage
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import CatchUp, Index, index_beside, replace_file, replace_rows
 from cas_ckpt.index.rows import IndexStats
@@ -395,7 +395,7 @@ def _replace(place: str, made: Index, catch_up: CatchUp) -> IndexStats:
 
 def _drop_impossible_refs(index: Index) -> None:
     """Forget refs of names that none can have: what an index remembers of refs stays, but for what is damaged."""
-    index.write(meta.drop_refs, [key for key in index.read(meta.read_refs) if not is_key(key)])
+    index.write(remembered.drop_refs, [key for key in index.read(remembered.read_refs) if not is_key(key)])
 
 
 def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> RebuildReport:

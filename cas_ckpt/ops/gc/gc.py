@@ -50,9 +50,9 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents, liveness
-from cas_ckpt.index.liveness import Living
-from cas_ckpt.index.statements import batches
+from cas_ckpt.index import contents, garbage
+from cas_ckpt.index.garbage import Living
+from cas_ckpt.index.rows import batches
 from cas_ckpt.objects.digest import MOST_NAMED, Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen, rewritten
@@ -284,7 +284,7 @@ class Collection:
                 is damage; either way nothing may be concluded. ConflictError: another collection moved it meanwhile.
         """
         for _ in range(LOOKS):
-            with liveness.living(
+            with garbage.living(
                 self.handle.index, commits=sets.commits, roots=sets.roots, published=sets.published
             ) as living:
                 missing = living.missing(1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from cas_ckpt.arguments import check_real, check_whole
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.units import PackShard
-from cas_ckpt.index.liveness import PackLiveness
+from cas_ckpt.index.garbage import PackLiveness
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.store import Leftovers
 

@@ -17,7 +17,7 @@ from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_copy, read_nodes
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.liveness import Living
+from cas_ckpt.index.garbage import Living
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node

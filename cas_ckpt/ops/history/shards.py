@@ -23,8 +23,7 @@ from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import entries, manifests
 from cas_ckpt.index.entries import StoredLeaf
-from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.index.texts import storable
+from cas_ckpt.index.rows import CommitRow, storable
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, short

@@ -23,7 +23,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import MAX_LOG, Ref
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.index import contents, meta
+from cas_ckpt.index import contents, remembered
 from cas_ckpt.index.query import QueryLimits, run_query
 from cas_ckpt.index.rows import RefState
 
@@ -157,7 +157,7 @@ def _check_limits(limits: QueryLimits) -> None:
 
 def _look_at_refs(handle: RepositoryHandle) -> tuple[list[Ref], list[RefState]]:
     """The refs, and what those records say that the index does not know yet, of deleted ones too."""
-    known = handle.index.read(meta.read_records)
+    known = handle.index.read(remembered.read_records)
     refs, states = [], []
     for ref in handle.refs.deleted_too():
         record = blake3(ref.record or b"").digest(_RECORD_BYTES)
@@ -177,10 +177,10 @@ def _note_refs(handle: RepositoryHandle, refs: Sequence[Ref], states: Sequence[R
 
     One in PostgreSQL that may only be read keeps the last known state.
     """
-    known = handle.index.read(meta.read_heads)
+    known = handle.index.read(remembered.read_heads)
     pointing = dict.fromkeys(known, b"") | {ref.key: bytes(ref.target or b"") for ref in refs}
     forgotten = forgotten_view(handle, refs)
-    if known == pointing and not states and handle.index.read(meta.read_forgotten) == forgotten:
+    if known == pointing and not states and handle.index.read(remembered.read_forgotten) == forgotten:
         return
     if handle.index.read_only:
         try:
@@ -188,9 +188,9 @@ def _note_refs(handle: RepositoryHandle, refs: Sequence[Ref], states: Sequence[R
         except InvalidInputError:
             return
     handle.note_refs(refs)
-    handle.index.write(meta.write_heads, pointing)
-    handle.index.write(meta.write_states, states)
-    handle.index.write(meta.write_forgotten, forgotten)
+    handle.index.write(remembered.write_heads, pointing)
+    handle.index.write(remembered.write_states, states)
+    handle.index.write(remembered.write_forgotten, forgotten)
 
 
 def _are_whole_with_nulls(values: Sequence[Any]) -> bool:

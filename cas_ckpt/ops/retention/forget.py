@@ -46,7 +46,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
     shown_value,
 )
-from cas_ckpt.index import history, liveness, restores
+from cas_ckpt.index import garbage, history, remembered
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
@@ -151,7 +151,7 @@ def choose(
     before = read_forgotten_leniently(handle.store)
     named = naming(refs)
     rows = _history(handle, refs)
-    restored = handle.index.read(restores.proven_commits) if retention.asks_for_restores else {}
+    restored = handle.index.read(remembered.proven_commits) if retention.asks_for_restores else {}
     known: dict[bytes, Candidate] = {
         digest: _candidate(row, named.get(digest), digest in before, restored.get(digest))
         for digest, row in rows.items()
@@ -334,7 +334,7 @@ def forget_by_policy(
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
     for metric in retention.metrics:  # a name that is mistyped keeps nothing, and says nothing
         require_metric(handle, metric)
-    if retention.asks_for_restores and not handle.index.read(restores.proven_commits):
+    if retention.asks_for_restores and not handle.index.read(remembered.proven_commits):
         raise NotFoundError(
             f"keep_last_restored would keep nothing: the index {handle.index.place} knows of no commit that was "
             "restored whole: apply the policy with the index that does, restore one first, or leave the rule out"
@@ -498,7 +498,7 @@ def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequen
 
 
 def _difference(handle: RepositoryHandle, now: LiveSets, then: LiveSets, *, kept: tuple[str, ...] = ()) -> Freed:
-    usage = liveness.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots))
+    usage = garbage.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots))
     lost = (now.commits - now.forgotten) - (then.commits - then.forgotten)
     return Freed(
         tuple(sorted(digest.hex() for digest in lost)), usage.num_chunks, usage.num_bytes, usage.num_nodes,

@@ -26,7 +26,7 @@ from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
 from cas_ckpt.index.entries import stored_parts
-from cas_ckpt.index.statements import batches
+from cas_ckpt.index.rows import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node, TensorEntry, decode_commit, decode_tensor, decode_tree
 from cas_ckpt.objects.pack import Location

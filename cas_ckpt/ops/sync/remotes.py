@@ -31,7 +31,7 @@ from cas_ckpt.core.refs import REFS, Ref, RefKind, check_name, check_new_name
 from cas_ckpt.core.revisions import split_name
 from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, PermissionDeniedError, shown_value
-from cas_ckpt.index import liveness
+from cas_ckpt.index import garbage
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.bundle import BundleStore, opened_bundle, require_prerequisites
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
@@ -267,7 +267,7 @@ def _require_unneeded(handle: RepositoryHandle, remote: Remote) -> None:
     others = promised_commits(graph, refs, [one for one in promisors(handle.store) if one.name != remote.name])
     sets = live_sets(handle, refs=refs)
     roots = {graph.commits[commit].root for commit in others if commit in graph} & sets.promised
-    with liveness.living(handle.index, commits=sets.commits, roots=sets.roots) as living:
+    with garbage.living(handle.index, commits=sets.commits, roots=sets.roots) as living:
         needed = living.missing(1) and living.missing(1, promised=roots)
     if needed:
         raise ConflictError(

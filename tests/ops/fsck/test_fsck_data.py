@@ -12,9 +12,9 @@ from cas_ckpt import Repository, clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import InvalidInputError, StorageError
-from cas_ckpt.index import integrity, restores
+from cas_ckpt.index import integrity, remembered
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.index.restores import RestoreRow
+from cas_ckpt.index.remembered import RestoreRow
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.packs import DataOptions, Subset, choose_packs, parse_subset
 from cas_ckpt.ops.fsck.report import FsckReport
@@ -134,8 +134,8 @@ def test_the_state_that_was_restored_last_is_read_last(repo: Path) -> None:
                 bytes.fromhex(commits[number].id), bytes.fromhex(commits[number].root), "load", None, "", 1,
                 (10 - number) * 1_000_000, 1.0, 40_000, "ann", "here", True, None,
             )  # fmt: skip
-            handle.index.write(restores.write_restore, row)
-        proven = handle.index.read(restores.proven_packs)
+            handle.index.write(remembered.write_restore, row)
+        proven = handle.index.read(remembered.proven_packs)
         assert sorted(proven.values()) == [7_000_000, 9_000_000]
     with clock.fixed(lambda: 1e9):
         assert read(repo, subset=Subset(share=0.75)).read_packs == 6  # of four packs with data and four without

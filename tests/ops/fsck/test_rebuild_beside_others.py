@@ -20,11 +20,11 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import live_sets
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError
-from cas_ckpt.index import history, integrity, meta, restores, usage
+from cas_ckpt.index import history, integrity, remembered, usage
 from cas_ckpt.index import index as index_module
 from cas_ckpt.index.index import Index, disorder
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.index.restores import KeptPlan, RestoreRow
+from cas_ckpt.index.remembered import KeptPlan, RestoreRow
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import PLAN_RANKS, PLAN_SHAPES, PLANS, REFS
 from cas_ckpt.ops.fsck.check import check_url
@@ -147,40 +147,40 @@ def test_what_packs_do_not_tell_outlives_a_rebuild(path: Path, handle: Repositor
     pack = next(iter(handle.index.packs()))
     handle.index.write(integrity.write_scrub, Scrub(pack, 7, 8, "damaged as a test"))
     handle.index.set_generation(3)
-    refs = handle.index.read(meta.read_refs)
+    refs = handle.index.read(remembered.read_refs)
     assert refs
     for again in REBUILDS.values():
         again(path, handle)
-        assert handle.index.read(meta.read_refs) == refs
+        assert handle.index.read(remembered.read_refs) == refs
         assert handle.index.generation == 3
         assert handle.index.read(integrity.read_scrubs)[pack].damage == "damaged as a test"
 
 
 def test_a_damaged_index_is_replaced_whole_and_keeps_what_can_be_read(path: Path) -> None:
     with _opened(path) as handle:
-        refs, expected = handle.index.read(meta.read_refs), _ids(handle)
+        refs, expected = handle.index.read(remembered.read_refs), _ids(handle)
     with sqlite3.connect(path / INDEX_PATH) as raw:
         raw.execute("DROP TABLE t_locations")
     raw.close()
     with _opened(path) as holder:  # nothing that it asked for so far is damaged
         with pytest.raises(ConflictError, match="a process has it open"):
             rebuild_index(path)
-        assert holder.index.read(meta.read_refs) == refs
+        assert holder.index.read(remembered.read_refs) == refs
     rebuild_index(path)
     with _opened(path) as handle:
         assert _ids(handle) == expected
-        assert handle.index.read(meta.read_refs) == refs
+        assert handle.index.read(remembered.read_refs) == refs
     assert check_url(path).ok
 
 
 def test_plans_and_restores_outlive_a_rebuild_and_what_is_left_of_a_plan_does_not(path: Path) -> None:
     def remembered(handle: RepositoryHandle) -> tuple[list[KeptPlan], list[RestoreRow]]:
-        return handle.index.read(restores.read_plans), handle.index.read(restores.read_restores)
+        return handle.index.read(remembered.read_plans), handle.index.read(remembered.read_restores)
 
     with _opened(path) as handle:
         for number, mesh in enumerate(("dp=2", "dp=4")):
-            handle.index.write(restores.write_plan, plan("root", mesh, 2 + 2 * number), loads(2 + 2 * number), SHAPES)
-            handle.index.write(restores.write_restore, restore("commit", at_s=number))
+            handle.index.write(remembered.write_plan, plan("root", mesh, 2 + 2 * number), loads(2 + 2 * number), SHAPES)
+            handle.index.write(remembered.write_restore, restore("commit", at_s=number))
         before = remembered(handle)
         for again in REBUILDS.values():
             again(path, handle)
@@ -222,7 +222,7 @@ def test_a_damaged_index_stays_while_there_is_no_space_for_what_packs_do_not_tel
     monkeypatch.undo()
     rebuild_index(path)
     with _opened(path) as handle:
-        assert handle.index.read(meta.read_refs)
+        assert handle.index.read(remembered.read_refs)
 
 
 def test_a_file_of_somebody_else_is_never_taken_for_a_damaged_index(path: Path, tmp_path: Path) -> None:

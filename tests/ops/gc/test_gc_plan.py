@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.index.liveness import PackLiveness
+from cas_ckpt.index.garbage import PackLiveness
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, choose_packs
 

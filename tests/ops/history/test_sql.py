@@ -16,7 +16,7 @@ import torch
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.config import INDEX_PATH
 from cas_ckpt.errors import InvalidInputError, TooLargeError
-from cas_ckpt.index import meta
+from cas_ckpt.index import remembered
 from tests.index.manifest_rows import make_older
 
 ENTRIES = "SELECT key, num_bytes FROM refs r JOIN entries e USING (commit_no) WHERE r.name = :ref ORDER BY key"
@@ -114,8 +114,8 @@ def test_what_the_index_remembers_of_a_ref_stays_as_evidence(repo: Repository) -
     place.chmod(0o600)
     place.write_bytes(older)
     assert repo.sql("SELECT commit_id FROM refs").rows == ((repo.resolve("main"),),)
-    remembered = repo._handle.index.read(meta.read_refs)["refs/heads/main.ref"]
-    assert remembered.target.hex() == newest.id != repo.resolve("main")
+    seen = repo._handle.index.read(remembered.read_refs)["refs/heads/main.ref"]
+    assert seen.target.hex() == newest.id != repo.resolve("main")
     repo.branch("back", start=newest)
     assert repo.sql("SELECT name FROM refs WHERE commit_id = :c", c=newest).rows == (("back",),)
 

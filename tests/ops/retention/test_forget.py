@@ -15,7 +15,7 @@ from cas_ckpt.core.forgotten import PREFIX, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents, restores
+from cas_ckpt.index import contents, remembered
 from cas_ckpt.objects.digest import Digest, seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -148,7 +148,7 @@ def test_the_commits_that_were_restored_last_are_kept(repo: RepositoryHandle) ->
         info = by_message[message]
         ids = {"commit_id": bytes.fromhex(info.id), "root": bytes.fromhex(info.root)}
         clock_s = at_s if message != "d0" else 10**9  # a clock that was ahead: the log's order counts
-        repo.index.write(restores.write_restore, restore(message, at_s=clock_s, **ids | changes))
+        repo.index.write(remembered.write_restore, restore(message, at_s=clock_s, **ids | changes))
     report = forget(repo, Policy(keep_last_restored=2))
     # Of main d5 and d1, of ft f0 and d1; heads stay.
     assert gone(repo) == {"d0", "d2", "d3", "d4", "d6"}
