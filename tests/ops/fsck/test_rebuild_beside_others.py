@@ -174,17 +174,17 @@ def test_a_damaged_index_is_replaced_whole_and_keeps_what_can_be_read(path: Path
 
 
 def test_plans_and_restores_outlive_a_rebuild_and_what_is_left_of_a_plan_does_not(path: Path) -> None:
-    def remembered(handle: RepositoryHandle) -> tuple[list[KeptPlan], list[RestoreRow]]:
+    def what_is_kept(handle: RepositoryHandle) -> tuple[list[KeptPlan], list[RestoreRow]]:
         return handle.index.read(remembered.read_plans), handle.index.read(remembered.read_restores)
 
     with _opened(path) as handle:
         for number, mesh in enumerate(("dp=2", "dp=4")):
             handle.index.write(remembered.write_plan, plan("root", mesh, 2 + 2 * number), loads(2 + 2 * number), SHAPES)
             handle.index.write(remembered.write_restore, restore("commit", at_s=number))
-        before = remembered(handle)
+        before = what_is_kept(handle)
         for again in REBUILDS.values():
             again(path, handle)
-            assert remembered(handle) == before
+            assert what_is_kept(handle) == before
     with sqlite3.connect(path / INDEX_PATH) as raw:
         raw.execute("DROP TABLE t_locations")
         raw.execute("DELETE FROM t_plan_ranks WHERE plan_id = 1 AND rank = 1")
@@ -192,7 +192,7 @@ def test_plans_and_restores_outlive_a_rebuild_and_what_is_left_of_a_plan_does_no
     raw.close()
     rebuild_index(path)
     with _opened(path) as handle:
-        assert remembered(handle) == ([], before[1])
+        assert what_is_kept(handle) == ([], before[1])
         with handle.index.reading() as connection:
             assert [connection.execute(select(table)).all() for table in (PLANS, PLAN_RANKS, PLAN_SHAPES)] == [
                 [],
