@@ -44,7 +44,7 @@ from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Abilities, Store
 from cas_ckpt.transfer import arrivals
-from cas_ckpt.transfer.read_plan import ReadLimits
+from cas_ckpt.transfer.sources import ReadLimits
 from tests.wrapped_stores import CountingStore
 
 AT_ONCE = 16

@@ -83,7 +83,7 @@ class LentPacks:
 
     def read_leaves(self, key: str, *where: Any) -> int:
         """As `ReadsLeaves`."""
-        from cas_ckpt.transfer.sources import leaf_reader  # here: `cas-ckpt log` has no use for NumPy
+        from cas_ckpt.transfer.chunk_reader import leaf_reader  # here: `cas-ckpt log` has no use for NumPy
 
         return leaf_reader(self.lent.get(key, self._store))(key, *where)
 

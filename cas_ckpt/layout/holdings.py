@@ -1,7 +1,6 @@
 """Which elements of a tensor each rank holds, from its placement alone; and of each cell and leaf of its grid.
 
     `holdings`, `held_by`   the shards of all ranks, or of one
-    `wants_id`   a name for who wants what of which tensors
     `touches`    which parts of which shards are in each cell (how tensors are cut: objects/spec.py). The boxes of one
                  piece tile it exactly, one box per cell that it touches. The cost is that of the answer, never cells
                  times shards.
@@ -25,7 +24,6 @@ import numpy as np
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.native import runs_of_boxes
-from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
 from cas_ckpt.objects.spec import Box, BoxPlacement, Grid, MeshPlacement, Placement
 
 PLANNER_VERSION = 3
@@ -80,36 +78,6 @@ def whole(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Shard, ...]:
     """The one shard of a tensor that each of `ranks` holds whole; none if it is empty."""
     box = Box((0,) * len(shape), tuple(shape))
     return (Shard((box,), (box.offsets,), tuple(sorted(ranks))),) if box.num_elements else ()
-
-
-def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
-    """Digest of which ranks want which elements; independent of order and notation.
-
-    Names of dimensions, keys and ways to write a placement are not part of it: FSDP over 8 ranks, and a mesh `dp=8`
-    that somebody plans for, want the same. Nor are further keys of one and the same tensor.
-
-    Args:
-        wanted: Id of what is stored, and who wants what of it. Cost: distinct objects `shards`, and one step for each.
-    """
-    names: dict[int, bytes] = {}
-    found = set()
-    for digest, shards in wanted:
-        name = names.get(id(shards))
-        if name is None:
-            name = names[id(shards)] = _shards_id(shards)
-        found.add(digest + name)
-    head = pack_canonical([PLANNER_VERSION, world_size])
-    return object_id("restore wants", head + b"".join(sorted(found)))
-
-
-def _shards_id(shards: Iterable[Shard]) -> Digest:
-    """Digest of the shards, independent of order; ranks that hold the same pieces may be one shard or several."""
-    ranks_of: dict[tuple[tuple[int, ...], ...], set[int]] = {}
-    for shard in shards:
-        pieces = tuple(sorted((*piece.offsets, *piece.sizes) for piece in shard.pieces))
-        ranks_of.setdefault(pieces, set()).update(shard.ranks)
-    rows = [[list(map(list, pieces)), sorted(ranks)] for pieces, ranks in sorted(ranks_of.items())]
-    return leaf_digest(pack_atom(rows))
 
 
 def one_replica(placements: Sequence[Placement]) -> frozenset[int]:

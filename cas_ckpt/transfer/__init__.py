@@ -9,8 +9,8 @@ Saving:
 Restoring:
     3. chunk_reader.py verifies chunks, whole or by leaves, and brings them to all targets that want them; fetch.py does
        that for a list of chunks: first every byte is verified, then every byte is copied into place; or both chunk by
-       chunk, in one pass. Over a network read_plan.py joins what is near into spans, arrivals.py reads them, sources.py
-       keeps what was read and verified until it is copied; arrivals.py also reads, past the page cache, what a local
+       chunk, in one pass. Over a network sources.py joins what is near into spans, arrivals.py reads them; sources.py
+       keeps what was read and verified until it is copied; arrivals.py reads too, past the page cache, what a local
        disk has and memory has not
     4. scatter.py does it over several ranks, each chunk read by one of them, in rounds of bounded size
     5. scan.py reads packs from front to end, for fsck

@@ -1,13 +1,13 @@
 """Chunks that are read in spans: as a span arrives its chunks are verified, then staged, or put into place at once.
 
-    1. `wanted_of` says where what is wanted of each chunk is; read_plan.py joins what is near into units
+    1. `wanted_of` says where what is wanted of each chunk is; sources.py joins what is near into units
     2. several threads read units (`Arrivals`): over a network as many at once as are of use to the store; of a local
        disk what is not in memory, past the page cache, in large aligned blocks, two on their way at a time (`Blocks`)
     3. as many as may compute verify what arrived, each chunk from elsewhere if it is damaged or gone there
     4. what becomes of it the caller says: `staged`, `placed` or `checked`
 
 To fill the page cache costs memory and, where memory is new to a virtual machine, more time than the disk takes
-(docs/decisions/013): `both_ways` reads through it as long as that is fast enough, and the rest past it.
+(docs/decisions/013): `both_ways` of fetch.py reads through it as long as that is fast enough, and the rest past it.
 
 Invariant: over a network no byte is read twice unless it is damaged, gone, or could not be staged. What fills a target
 was verified where it was read. Must not know: tensors, ranks.
@@ -19,59 +19,48 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
 from operator import attrgetter
 from typing import TypeAlias
 
-from cas_ckpt import clock
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
-from cas_ckpt.memory import available_bytes
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.storage.store import ReadsPastCache, Store, too_short
 from cas_ckpt.transfer.chunk_reader import (
+    STAGED,
     ChunkFiller,
     ReadOptions,
     StoredChunk,
     VerifiedExtent,
+    bytes_to_read,
     cover,
     leaves_of,
     named,
+    new_memory,
 )
-from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, longest_bytes, opening_first, plan_units
-from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, new_memory, requests_at_once
+from cas_ckpt.transfer.sources import (
+    ReadLimits,
+    Span,
+    SpanMemory,
+    StagedStore,
+    Unit,
+    Wanted,
+    limits_of,
+    longest_bytes,
+    opening_first,
+    plan_units,
+    requests_at_once,
+)
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""
-
-WORTH_BYTES = 256 * 1024 * 1024
-"""Less than that is read through the page cache, where it is found again."""
 
 IN_FLIGHT = 2
 """Reads on their way at one time: one keeps a disk idle between two, four made this one slower (docs/decisions/013)."""
 
 BLOCK_BYTES, _LEAST_BLOCK_BYTES = 8 * 1024 * 1024, 1024 * 1024
 _BLOCK_GAP_BYTES = 256 * 1024
-
-TRIED_BYTES = 64 * 1024 * 1024
-"""So much is read past the page cache twice before the other way is looked at; the second time is measured."""
-
-SLICE_BYTES = 128 * 1024 * 1024
-"""After so much that was read through the page cache it is looked at whether that is still fast enough.
-
-What it costs above that may add up to as much as it may take longer for two slices: where it is taken for keeping
-alone, one slice that takes 1.3 times as long is enough; where it spares a second read, a slow moment is not.
-"""
-
-WORTH_KEEPING = 1.1
-"""Through the page cache may take so many times as long as past it: what is in it is found again."""
-
-WORTH_A_SECOND_READ = 1.9
-"""The same where what is past the page cache is read, and verified, twice."""
-
-PROBES = 8
-"""Places of each pack where it is looked at whether the page cache has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +69,6 @@ class Piece:
 
     chunk: StoredChunk
     place: Location | None = None
-
-
-def bytes_to_read(chunks: Sequence[StoredChunk]) -> int:
-    """About as many plain bytes are read of these chunks."""
-    return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
 
 
 def wanted_of(chunks: Sequence[StoredChunk]) -> Iterator[Wanted[Piece]]:
@@ -280,85 +264,6 @@ class SpanReader:
 
 
 # --- past the page cache --------------------------------------------------------------------------
-
-
-def packs_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> set[str]:
-    """The packs of which the page cache seems to have all that is wanted: a few places of each are looked at."""
-    found: set[str] = set()
-    probe = memoryview(bytearray(1))
-    for pack, group in groupby(chunks, key=lambda chunk: chunk.places[0].pack):
-        places = [chunk.places[0] for chunk in group]
-        step = max(1, len(places) // PROBES)
-        with suppress(CorruptionError, NotFoundError):  # who reads it says what is wrong
-            if all(store.read_into(pack, place.end - 1, probe, cached_only=True) for place in places[::step]):
-                found.add(pack)
-    return found
-
-
-def not_in_memory(store: ReadsPastCache, chunks: Sequence[StoredChunk]) -> list[StoredChunk]:
-    """The chunks that are better read past the page cache, if at all; in their order."""
-    if bytes_to_read(chunks) < WORTH_BYTES:
-        return []
-    there = packs_in_memory(store, chunks)
-    found = [chunk for chunk in chunks if chunk.places[0].pack not in there]
-    return found if bytes_to_read(found) >= WORTH_BYTES else []
-
-
-def both_ways(
-    store: Store, chunks: Sequence[StoredChunk], past_cache: Callable[[Sequence[StoredChunk]], object],
-    through_cache: Callable[[Sequence[StoredChunk]], object], *, worth: float,
-) -> None:  # fmt: skip
-    """Read all chunks: those that are not in memory as `read_not_in_memory` does, and others through the page cache."""
-    if isinstance(store, ReadsPastCache) and (cold := not_in_memory(store, chunks)):
-        read_not_in_memory(cold, past_cache, through_cache, worth=worth)
-        there = set(map(id, cold))
-        chunks = [chunk for chunk in chunks if id(chunk) not in there]
-    through_cache(chunks)
-
-
-def read_not_in_memory(
-    chunks: Sequence[StoredChunk],
-    past_cache: Callable[[Sequence[StoredChunk]], object],
-    through_cache: Callable[[Sequence[StoredChunk]], object],
-    *,
-    worth: float,
-) -> None:
-    """Read the chunks through the page cache as long as that is fast enough, and the rest past it.
-
-    One look is not enough: memory that was free for a moment only is filled at the rate of the disk, and once it is
-    used up, each page is first fetched from the host; and the disk may be somebody else's for a moment. So what is lost
-    by it is added up.
-
-    Args:
-        past_cache, through_cache: Read, and verify, some chunks the one way or the other.
-        worth: Through the page cache may take so many times as long.
-    """
-    some, rest = _cut(chunks, TRIED_BYTES)
-    past_cache(some)  # buffers are new memory, which takes longer than the reads
-    some, rest = _cut(rest, TRIED_BYTES)
-    past_s = _seconds_a_byte(past_cache, some)
-    lost_s = 0.0
-    while rest and available_bytes() >= 2 * bytes_to_read(rest):  # else pages would drive out one another
-        some, rest = _cut(rest, SLICE_BYTES)
-        lost_s = max(0.0, lost_s + _seconds_a_byte(through_cache, some) - worth * past_s)
-        if lost_s >= 2 * (worth - 1) * past_s:
-            break
-    if rest:
-        past_cache(rest)
-
-
-def _cut(chunks: Sequence[StoredChunk], num_bytes: int) -> tuple[Sequence[StoredChunk], Sequence[StoredChunk]]:
-    for at, chunk in enumerate(chunks):
-        num_bytes -= chunk.num_bytes
-        if num_bytes < 0:
-            return chunks[: at + 1], chunks[at + 1 :]
-    return chunks, ()
-
-
-def _seconds_a_byte(read: Callable[[Sequence[StoredChunk]], object], chunks: Sequence[StoredChunk]) -> float:
-    begun_s = clock.monotonic_s()
-    read(chunks)
-    return (clock.monotonic_s() - begun_s) / max(bytes_to_read(chunks), 1)
 
 
 class Blocks(Arrivals):

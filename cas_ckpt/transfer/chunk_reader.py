@@ -16,13 +16,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, reworded
+from cas_ckpt.memory import new_buffer
 from cas_ckpt.native import Part, runs_of_boxes
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, short
@@ -30,14 +31,64 @@ from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.objects.spec import Box, as_raw, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import ReadsLeaves
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.sources import STAGED, Source, leaf_reader, new_memory
+
+STAGED = "staged"
+"""The name of the temporary file where the name of a pack is wanted; no pack has it."""
+
+_MAPPED_BYTES = 1024 * 1024
 
 Relocate: TypeAlias = Callable[[Digest, Collection[str]], Sequence[Location]]
 """Where a chunk is stored now, given the packs it was looked for in: a collection may have copied it meanwhile."""
 
 Leaves: TypeAlias = Callable[[ExtentInfo], Sequence[tuple[int, int]]]
 """Which leaves of an extent are wanted: (first, stop) runs of their numbers in the chunk, ascending."""
+
+
+def new_memory(num_bytes: int) -> Array:
+    """So many bytes, undefined; long ones are mapped, so that the system gets them back as soon as they are dropped.
+
+    What a thread had from the allocator stays with the process for a while after the thread: measured, three times the
+    buffers.
+    """
+    if num_bytes < _MAPPED_BYTES:
+        return np.empty(num_bytes, np.uint8)
+    return np.frombuffer(new_buffer(num_bytes), np.uint8)
+
+
+class ReadLeavesOf(Protocol):
+    """Signature of the result of `leaf_reader`; as `native.read_leaves` of what is stored under `key`."""
+
+    def __call__(
+        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
+        parts: Sequence[Part], cached_only: bool = False,
+    ) -> int: ...  # fmt: skip
+
+
+class Source(Protocol):
+    """A source of chunks: a store, or a substitute. See `Store` for both methods."""
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer: ...
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool: ...
+
+
+def leaf_reader(source: Source) -> ReadLeavesOf:
+    """How leaves of `source` are read, verified and put into place: in one walk where it can, else by way of memory."""
+    if isinstance(source, ReadsLeaves):
+        return source.read_leaves
+
+    def read_leaves(
+        key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None, parts: Sequence[Part],
+        cached_only: bool = False,
+    ) -> int:  # fmt: skip
+        space = new_memory(size).data
+        if not source.read_into(key, offset, space, cached_only=cached_only):
+            return 0
+        return native.read_leaves(space, 0, first, size, leaf_bytes, digests, parts)
+
+    return read_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +482,11 @@ class StoredChunk:
     def to_verify(self, info: ExtentInfo) -> Sequence[tuple[int, int]]:
         """Leaves of an extent that are verified, whoever fills the parts."""
         return leaves_of(self, info) if self.by_leaves else all_leaves(info)
+
+
+def bytes_to_read(chunks: Sequence[StoredChunk]) -> int:
+    """About as many plain bytes are read of these chunks."""
+    return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)

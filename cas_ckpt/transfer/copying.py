@@ -30,8 +30,7 @@ from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent, cover
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, WrittenPack
-from cas_ckpt.transfer.read_plan import Span
-from cas_ckpt.transfer.sources import SpanMemory
+from cas_ckpt.transfer.sources import Span, SpanMemory
 
 SPAN_BYTES = 8 * 1024 * 1024
 """Read by one request; a thread has so much in memory, or one extent if that is longer."""

@@ -5,7 +5,7 @@
     3. every part of every target is filled: straight from the page cache where it is consecutive in its
        chunk and in memory, else by way of scratch memory of one chunk
 
-Of a store on another computer each byte is read once. Its chunks are read in spans (read_plan.py), many at once;
+Of a store on another computer each byte is read once. Its chunks are read in spans (sources.py), many at once;
 what is verified is staged on the local disk (sources.py), and 3 reads it there. Targets that nobody has seen yet
 (`unseen`) are filled at once, in one pass.
 
@@ -19,15 +19,17 @@ held twice; what fell out of it is verified again on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import TypeAlias, cast
 
 import numpy as np
 
-from cas_ckpt.errors import NotFoundError
-from cas_ckpt.memory import memory_budget
+from cas_ckpt import clock
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.memory import available_bytes, memory_budget
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, short
 from cas_ckpt.objects.pack import Location
@@ -35,23 +37,44 @@ from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.parallel.workers import run_all, thread_count
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import ReadsPastCache, Store
-from cas_ckpt.transfer.arrivals import (
-    WORTH_A_SECOND_READ,
-    WORTH_KEEPING,
-    Arrivals,
-    Blocks,
-    both_ways,
+from cas_ckpt.transfer.arrivals import Arrivals, Blocks, checked, placed
+from cas_ckpt.transfer.chunk_reader import (
+    STAGED,
+    ChunkFiller,
+    NewArray,
+    ReadOptions,
+    Relocate,
+    StoredChunk,
     bytes_to_read,
-    checked,
-    packs_in_memory,
-    placed,
+    cell_part,
 )
-from cas_ckpt.transfer.chunk_reader import ChunkFiller, NewArray, ReadOptions, Relocate, StoredChunk, cell_part
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.sources import STAGED, StagedStore, staging
+from cas_ckpt.transfer.sources import StagedStore, staging
 
 WORTH_PROBING_BYTES = 64 * 1024 * 1024
 """From so much on it is looked at whether the page cache has what is read."""
+
+WORTH_BYTES = 256 * 1024 * 1024
+"""Less than that is read through the page cache, where it is found again."""
+
+TRIED_BYTES = 64 * 1024 * 1024
+"""So much is read past the page cache twice before the other way is looked at; the second time is measured."""
+
+SLICE_BYTES = 128 * 1024 * 1024
+"""After so much that was read through the page cache it is looked at whether that is still fast enough.
+
+What it costs above that may add up to as much as it may take longer for two slices: where it is taken for keeping
+alone, one slice that takes 1.3 times as long is enough; where it spares a second read, a slow moment is not.
+"""
+
+WORTH_KEEPING = 1.1
+"""Through the page cache may take so many times as long as past it: what is in it is found again."""
+
+WORTH_A_SECOND_READ = 1.9
+"""The same where what is past the page cache is read, and verified, twice."""
+
+PROBES = 8
+"""Places of each pack where it is looked at whether the page cache has it."""
 
 LOOKAHEAD = 8
 """Chunks whose reading is announced to a local store ahead of time."""
@@ -138,21 +161,18 @@ def _through_cache(
     )  # fmt: skip
 
 
+@contextmanager
 def sourced(
     store: Store, chunks: Sequence[StoredChunk], options: ReadOptions
-) -> AbstractContextManager[tuple[Restored, ReadOptions]]:
+) -> Iterator[tuple[Restored, ReadOptions]]:
     """What the two passes over `chunks` read from: a local store itself, else one that stages what is verified.
 
     Returns:
         It, and the options with who is asked for what is not there any more.
     """
-    return nullcontext((store, options)) if store.abilities.local else _staged(store, chunks, options)
-
-
-@contextmanager
-def _staged(
-    store: Store, chunks: Sequence[StoredChunk], options: ReadOptions
-) -> Iterator[tuple[StagedStore, ReadOptions]]:
+    if store.abilities.local:
+        yield store, options
+        return
     places = {chunk.digest: chunk.places for chunk in chunks}
 
     def again(digest: Digest, tried: Collection[str]) -> Sequence[Location]:
@@ -215,6 +235,81 @@ def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredCh
             if not ahead.by_leaves and place.pack not in there:
                 store.prefetch(place.pack, place.offset, place.header_bytes + place.stored_bytes)
         yield chunk
+
+
+# --- through the page cache, or past it ---------------------------------------------------------
+
+
+def packs_in_memory(store: Store, chunks: Sequence[StoredChunk]) -> set[str]:
+    """The packs of which the page cache seems to have all that is wanted: a few places of each are looked at."""
+    found: set[str] = set()
+    probe = memoryview(bytearray(1))
+    for pack, group in groupby(chunks, key=lambda chunk: chunk.places[0].pack):
+        places = [chunk.places[0] for chunk in group]
+        step = max(1, len(places) // PROBES)
+        with suppress(CorruptionError, NotFoundError):  # who reads it says what is wrong
+            if all(store.read_into(pack, place.end - 1, probe, cached_only=True) for place in places[::step]):
+                found.add(pack)
+    return found
+
+
+def both_ways(
+    store: Store, chunks: Sequence[StoredChunk], past_cache: Callable[[Sequence[StoredChunk]], object],
+    through_cache: Callable[[Sequence[StoredChunk]], object], *, worth: float,
+) -> None:  # fmt: skip
+    """Read all chunks: those that are not in memory as `read_not_in_memory` does, and others through the page cache."""
+    if isinstance(store, ReadsPastCache) and bytes_to_read(chunks) >= WORTH_BYTES:
+        there = packs_in_memory(store, chunks)
+        cold = [chunk for chunk in chunks if chunk.places[0].pack not in there]
+        if bytes_to_read(cold) >= WORTH_BYTES:
+            read_not_in_memory(cold, past_cache, through_cache, worth=worth)
+            chunks = [chunk for chunk in chunks if chunk.places[0].pack in there]
+    through_cache(chunks)
+
+
+def read_not_in_memory(
+    chunks: Sequence[StoredChunk],
+    past_cache: Callable[[Sequence[StoredChunk]], object],
+    through_cache: Callable[[Sequence[StoredChunk]], object],
+    *,
+    worth: float,
+) -> None:
+    """Read the chunks through the page cache as long as that is fast enough, and the rest past it.
+
+    One look is not enough: memory that was free for a moment only is filled at the rate of the disk, and once it is
+    used up, each page is first fetched from the host; and the disk may be somebody else's for a moment. So what is lost
+    by it is added up.
+
+    Args:
+        past_cache, through_cache: Read, and verify, some chunks the one way or the other.
+        worth: Through the page cache may take so many times as long.
+    """
+    some, rest = _cut(chunks, TRIED_BYTES)
+    past_cache(some)  # buffers are new memory, which takes longer than the reads
+    some, rest = _cut(rest, TRIED_BYTES)
+    past_s = _seconds_a_byte(past_cache, some)
+    lost_s = 0.0
+    while rest and available_bytes() >= 2 * bytes_to_read(rest):  # else pages would drive out one another
+        some, rest = _cut(rest, SLICE_BYTES)
+        lost_s = max(0.0, lost_s + _seconds_a_byte(through_cache, some) - worth * past_s)
+        if lost_s >= 2 * (worth - 1) * past_s:
+            break
+    if rest:
+        past_cache(rest)
+
+
+def _cut(chunks: Sequence[StoredChunk], num_bytes: int) -> tuple[Sequence[StoredChunk], Sequence[StoredChunk]]:
+    for at, chunk in enumerate(chunks):
+        num_bytes -= chunk.num_bytes
+        if num_bytes < 0:
+            return chunks[: at + 1], chunks[at + 1 :]
+    return chunks, ()
+
+
+def _seconds_a_byte(read: Callable[[Sequence[StoredChunk]], object], chunks: Sequence[StoredChunk]) -> float:
+    begun_s = clock.monotonic_s()
+    read(chunks)
+    return (clock.monotonic_s() - begun_s) / max(bytes_to_read(chunks), 1)
 
 
 # --- new arrays ---------------------------------------------------------------------------------

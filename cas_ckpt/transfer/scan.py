@@ -31,8 +31,7 @@ from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import VerifiedExtent, num_intact
-from cas_ckpt.transfer.read_plan import Span
-from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
+from cas_ckpt.transfer.sources import Span, SpanMemory, limits_of, requests_at_once
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""

@@ -45,6 +45,7 @@ from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.arrivals import Arrivals, placed
 from cas_ckpt.transfer.chunk_reader import (
+    STAGED,
     ChunkFiller,
     ChunkPart,
     ChunkReader,
@@ -58,7 +59,7 @@ from cas_ckpt.transfer.chunk_reader import (
 )
 from cas_ckpt.transfer.fetch import Restored, nothing, round_bytes, sourced, threads_within, verify_chunks
 from cas_ckpt.transfer.hashing import Array, stretches
-from cas_ckpt.transfer.sources import STAGED, StagedStore
+from cas_ckpt.transfer.sources import StagedStore
 
 WORTH_READING = 4
 """A neighbour reads the whole chunk from the cache if it wants at least one part in this many."""

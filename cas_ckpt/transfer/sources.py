@@ -1,4 +1,7 @@
-"""Where a restore gets bytes from: the store, spans of it that were just read, what was staged on the local disk.
+"""Where a restore gets bytes from over a network: spans that are read together, and what was staged on the local disk.
+
+    plan_units     few requests, each of bytes that are wanted: a caller says in which spans of which packs something is
+                   (`Wanted`), those that are near one another are joined; a unit is what one thread reads and then has
 
     SpanMemory     a store, of which one thread has some spans in memory
     StagedStore    a store, of which verified chunks are in a private temporary file: over a network that file does
@@ -8,7 +11,9 @@ The file has no name, and ends with the process. A chunk in it is plain: one raw
 leaves are not wanted. Chunks begin at pages, and the kernel is asked not to read ahead, so that no page is in memory
 which was not verified as it was written, or as it was read again.
 
-Invariant: a source answers as the store would, or raises. What the disk gives back is verified like what a store
+Invariant: plans are pure; every wanted byte is in one unit, and no byte in two, as long as nobody wants the same byte
+twice. What is wanted in several places far apart makes a unit by itself, so that whoever gets a unit has all of it. A
+source answers as the store would, or raises. What the disk gives back is verified like what a store
 gives (chunk_reader.py); what is damaged there is read from the store once more, and what does not fit is not staged.
 """
 
@@ -21,27 +26,24 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Protocol
+from dataclasses import dataclass
+from itertools import groupby
+from typing import IO, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from cas_ckpt import native
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.memory import new_buffer
 from cas_ckpt.native import Part
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.objects.pack import ExtentInfo, coalesced
 from cas_ckpt.storage.disk import Descriptor, is_in_memory, leaves_of_file
-from cas_ckpt.storage.store import ReadsLeaves, Store
-from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.read_plan import ReadLimits, Span
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.chunk_reader import STAGED, Source, leaf_reader, new_memory
 
 _LOGGER = logging.getLogger("cas_ckpt")
-
-STAGED = "staged"
-"""The name of the temporary file where the name of a pack is wanted; no pack has it."""
 
 SPARE_BYTES = 1 << 30
 """So much of a disk, or a tenth of it if that is less, is left free."""
@@ -49,10 +51,110 @@ SPARE_BYTES = 1 << 30
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
 """Most bytes of all reads at one time, whatever a store can do."""
 
-_MAPPED_BYTES = 1024 * 1024
-
 GAP_BYTES = 128 * 1024
 _SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """Limits for joining two spans; docs/decisions/011 has the measurements.
+
+    Attributes:
+        gap_bytes: Bytes read in vain, at most, to save a request.
+        span_bytes: Bytes of one request, at most, unless what is wanted for one item is longer.
+    """
+
+    gap_bytes: int
+    span_bytes: int
+
+
+class Span(NamedTuple):
+    """Consecutive bytes of a pack, from `offset` to `end`."""
+
+    pack: str
+    offset: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[T]):
+    """Something that is in some spans of one or several packs; in no span: read by other means."""
+
+    item: T
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit(Generic[T]):
+    """Spans that one thread reads, one request each, and the items that are in them."""
+
+    spans: tuple[Span, ...]
+    items: tuple[T, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that reading it takes."""
+        return sum(span.end - span.offset for span in self.spans)
+
+
+def plan_units(wanted: Iterable[Wanted[T]], limits: ReadLimits) -> list[Unit[T]]:
+    """The units in which all that is wanted is read, in the order in which it is stored; first what has no span."""
+    units: list[Unit[T]] = []
+    placed: list[tuple[str, Span, Unit[T] | None, T]] = []
+    for each in wanted:
+        spans = _joined(each.spans, limits)
+        if not spans:
+            units.append(Unit((), (each.item,)))
+        alone = Unit(spans, (each.item,)) if len(spans) > 1 else None
+        placed += [(span.pack, span, alone, each.item) for span in spans]
+    placed.sort(key=lambda each: each[1])
+    # A span of what is read by itself ends the unit before it: nothing is read across it.
+    for alone, run in groupby(placed, key=lambda each: each[2]):
+        if alone is None:
+            units += _shared(run, limits)
+        elif next(run)[1] == alone.spans[0]:
+            units.append(alone)
+    return units
+
+
+def opening_first(units: Iterable[Unit[T]]) -> list[Unit[T]]:
+    """The same units, the first one of each pack before all others: reading begins at many packs, not at one."""
+    begun: set[str] = set()
+    first: list[Unit[T]] = []
+    others: list[Unit[T]] = []
+    for unit in units:
+        packs = {span.pack for span in unit.spans}
+        (others if packs and packs <= begun else first).append(unit)
+        begun |= packs
+    return first + others
+
+
+def longest_bytes(units: Iterable[Unit[T]]) -> int:
+    """Bytes of the longest unit; 0 if there is none."""
+    return max((unit.num_bytes for unit in units), default=0)
+
+
+def _joined(spans: Sequence[Span], limits: ReadLimits) -> tuple[Span, ...]:
+    """The spans of one item, those joined that are near one another: they are in memory together anyway."""
+    if len(spans) < 2:
+        return tuple(spans)
+    ordered = sorted(spans)
+    longest = sum(span.end for span in spans)
+    near = coalesced(((span.pack, span, None) for span in ordered), gap_bytes=limits.gap_bytes, span_bytes=longest)
+    return tuple(_around([span for _, span, _ in group]) for group in near)
+
+
+def _shared(run: Iterable[tuple[str, Span, Unit[T] | None, T]], limits: ReadLimits) -> Iterator[Unit[T]]:
+    items = ((pack, span, item) for pack, span, _, item in run)
+    for group in coalesced(items, gap_bytes=limits.gap_bytes, span_bytes=limits.span_bytes):
+        yield Unit((_around([span for _, span, _ in group]),), tuple(item for _, _, item in group))
+
+
+def _around(spans: Sequence[Span]) -> Span:
+    return Span(spans[0].pack, spans[0].offset, max(span.end for span in spans))
 
 
 def limits_of(store: Store, total_bytes: int | None = None, *, most_bytes: int = IN_FLIGHT_BYTES) -> ReadLimits:
@@ -73,51 +175,6 @@ def requests_at_once(store: Store, unit_bytes: int = 0, *, most_bytes: int = IN_
     """How many reads of so many bytes run at one time: as many as are of use to the store, in bounded memory."""
     most_bytes = min(most_bytes, IN_FLIGHT_BYTES)
     return max(1, min(store.abilities.parallel, most_bytes // max(unit_bytes, 1)))
-
-
-def new_memory(num_bytes: int) -> Array:
-    """So many bytes, undefined; long ones are mapped, so that the system gets them back as soon as they are dropped.
-
-    What a thread had from the allocator stays with the process for a while after the thread: measured, three times the
-    buffers.
-    """
-    if num_bytes < _MAPPED_BYTES:
-        return np.empty(num_bytes, np.uint8)
-    return np.frombuffer(new_buffer(num_bytes), np.uint8)
-
-
-class ReadLeavesOf(Protocol):
-    """Signature of the result of `leaf_reader`; as `native.read_leaves` of what is stored under `key`."""
-
-    def __call__(
-        self, key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None,
-        parts: Sequence[Part], cached_only: bool = False,
-    ) -> int: ...  # fmt: skip
-
-
-class Source(Protocol):
-    """A source of chunks: a store, or a substitute. See `Store` for both methods."""
-
-    def get_range(self, key: str, offset: int, length: int) -> Buffer: ...
-
-    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool: ...
-
-
-def leaf_reader(source: Source) -> ReadLeavesOf:
-    """How leaves of `source` are read, verified and put into place: in one walk where it can, else by way of memory."""
-    if isinstance(source, ReadsLeaves):
-        return source.read_leaves
-
-    def read_leaves(
-        key: str, offset: int, first: int, size: int, leaf_bytes: int, digests: Buffer | None, parts: Sequence[Part],
-        cached_only: bool = False,
-    ) -> int:  # fmt: skip
-        space = new_memory(size).data
-        if not source.read_into(key, offset, space, cached_only=cached_only):
-            return 0
-        return native.read_leaves(space, 0, first, size, leaf_bytes, digests, parts)
-
-    return read_leaves
 
 
 class SpanMemory:

@@ -26,7 +26,7 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.transfer import arrivals
+from cas_ckpt.transfer import arrivals, fetch
 from tests.builders import new_repository, numbers
 from tests.divided import divided, mesh, over
 from tests.thread_peers import run_ranks
@@ -48,9 +48,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How chunks are read; small packs are in memory, so nothing would be read past it."""
     way: str = request.param
     if way != "through the page cache":
-        monkeypatch.setattr(arrivals, "WORTH_BYTES", 0)
-        monkeypatch.setattr(arrivals, "packs_in_memory", lambda *_: set())
-        monkeypatch.setattr(arrivals, "TRIED_BYTES", 1 << 19 if way == "now so, now so" else 1 << 40)
+        monkeypatch.setattr(fetch, "WORTH_BYTES", 0)
+        monkeypatch.setattr(fetch, "packs_in_memory", lambda *_: set())
+        monkeypatch.setattr(fetch, "TRIED_BYTES", 1 << 19 if way == "now so, now so" else 1 << 40)
     return way
 
 

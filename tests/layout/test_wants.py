@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.layout import holdings as module
-from cas_ckpt.layout.holdings import Shard, holdings, wants_id, whole
+from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.layout.restore_plan import RestoreRequest
 from cas_ckpt.objects.digest import Digest, leaf_digest
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Split
+from cas_ckpt.ops.checkout import restores as module
+from cas_ckpt.ops.checkout.restores import wants_id
 from tests.layout.drawing import wants
 from tests.searches import tries
 

@@ -22,7 +22,7 @@ import torch
 from cas_ckpt import CommitOptions, CorruptionError, InvalidInputError, Policy, Repository, clock
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, shown
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer import arrivals
+from cas_ckpt.transfer import fetch
 
 UNDER_WAY = re.compile(r"\w+: [\d.]+ [KM]?B of [\d.]+ [KM]B \(\d+ %\), [\d.]+ [KM]?B/s, \d+ s left\Z")
 OVER = re.compile(r"\w+: ([\d.]+ [KM]B) of \1 \(100 %\), [\d.]+ [KM]?B/s, took \d+ s\Z")
@@ -210,9 +210,9 @@ def test_a_restore_of_equal_tensors_ends_at_all_bytes(
     if way == "from afar":
         monkeypatch.setattr(MemoryStore, "abilities", replace(MemoryStore.abilities, local=False))
     if way == "past it":
-        monkeypatch.setattr(arrivals, "WORTH_BYTES", 0)
-        monkeypatch.setattr(arrivals, "packs_in_memory", lambda *_: set())
-        monkeypatch.setattr(arrivals, "TRIED_BYTES", 1 << 40)
+        monkeypatch.setattr(fetch, "WORTH_BYTES", 0)
+        monkeypatch.setattr(fetch, "packs_in_memory", lambda *_: set())
+        monkeypatch.setattr(fetch, "TRIED_BYTES", 1 << 40)
     told = Sums()
     with Repository.init(url) as repo:
         repo.commit(state, branch="equal", options=CommitOptions(orphan=True))

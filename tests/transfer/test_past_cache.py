@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cas_ckpt import clock
-from cas_ckpt.transfer import arrivals
-from cas_ckpt.transfer.arrivals import SLICE_BYTES, TRIED_BYTES, read_not_in_memory
+from cas_ckpt.transfer import fetch
+from cas_ckpt.transfer.fetch import SLICE_BYTES, TRIED_BYTES, read_not_in_memory
 
 CHUNK_BYTES = 4 << 20
 PAST_S = 0.004
@@ -51,8 +51,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Disk]:
     def work(through_s: Callable[[int], float], *, worth: float = 1.1, available_bytes: int = 1 << 40) -> Disk:
         disk, chunks = Disk(through_s), [Chunk() for _ in range(512)]
         monkeypatch.setattr(clock, "monotonic_s", lambda: disk.now_s)
-        monkeypatch.setattr(arrivals, "available_bytes", lambda: available_bytes)
-        monkeypatch.setattr(arrivals, "bytes_to_read", lambda some: sum(each.num_bytes for each in some))
+        monkeypatch.setattr(fetch, "available_bytes", lambda: available_bytes)
+        monkeypatch.setattr(fetch, "bytes_to_read", lambda some: sum(each.num_bytes for each in some))
         read_not_in_memory(chunks, disk.read_past, disk.read_through, worth=worth)  # type: ignore[arg-type]
         assert sorted(map(id, disk.past + disk.through)) == sorted(map(id, chunks)), "each once"
         return disk

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, opening_first, plan_units
+from cas_ckpt.transfer.sources import ReadLimits, Span, Unit, Wanted, opening_first, plan_units
 
 LIMITS = ReadLimits(gap_bytes=10, span_bytes=100)
 

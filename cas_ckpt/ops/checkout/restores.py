@@ -47,7 +47,7 @@ from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, remembered, usage
 from cas_ckpt.index.remembered import RANK_COLUMNS, KeptPlan, PlanRow, RestoreRow, ShapeRow
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, held_by, wants_id, whole
+from cas_ckpt.layout.holdings import PLANNER_VERSION, Shard, held_by, whole
 from cas_ckpt.layout.restore_plan import (
     NETWORK_BYTES_PER_S,
     STORAGE_BYTES_PER_S,
@@ -62,7 +62,7 @@ from cas_ckpt.layout.restore_plan import (
 )
 from cas_ckpt.layout.target_layout import MAX_RANKS, TargetLayout, check_splits
 from cas_ckpt.memory import python_gc_paused
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
 from cas_ckpt.objects.patterns import compile_pattern
 from cas_ckpt.objects.spec import MeshPlacement, Spec, Split, mesh_text
 from cas_ckpt.objects.state import (
@@ -430,6 +430,39 @@ def _from_json(found: Mapping[str, Any]) -> PlanReport:
     )
 
 
+# --- who wants what ------------------------------------------------------------------------------
+
+
+def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
+    """Digest of which ranks want which elements; independent of order and notation.
+
+    Names of dimensions, keys and ways to write a placement are not part of it: FSDP over 8 ranks, and a mesh `dp=8`
+    that somebody plans for, want the same. Nor are further keys of one and the same tensor.
+
+    Args:
+        wanted: Id of what is stored, and who wants what of it. Cost: distinct objects `shards`, and one step for each.
+    """
+    names: dict[int, bytes] = {}
+    found = set()
+    for digest, shards in wanted:
+        name = names.get(id(shards))
+        if name is None:
+            name = names[id(shards)] = _shards_id(shards)
+        found.add(digest + name)
+    head = pack_canonical([PLANNER_VERSION, world_size])
+    return object_id("restore wants", head + b"".join(sorted(found)))
+
+
+def _shards_id(shards: Iterable[Shard]) -> Digest:
+    """Digest of the shards, independent of order; ranks that hold the same pieces may be one shard or several."""
+    ranks_of: dict[tuple[tuple[int, ...], ...], set[int]] = {}
+    for shard in shards:
+        pieces = tuple(sorted((*piece.offsets, *piece.sizes) for piece in shard.pieces))
+        ranks_of.setdefault(pieces, set()).update(shard.ranks)
+    rows = [[list(map(list, pieces)), sorted(ranks)] for pieces, ranks in sorted(ranks_of.items())]
+    return leaf_digest(pack_atom(rows))
+
+
 # --- the log of restores ------------------------------------------------------------------------
 
 
@@ -524,7 +557,8 @@ class RestoreNote:
                 self.complete = False
             elif copy.stored.node is not None:
                 if shape not in self._whole:
-                    self._whole[shape] = whole(shape, [0])
+                    box = copy.stored.spec.box
+                    self._whole[shape] = (Shard((box,), (box.offsets,), (0,)),)
                 self._wanted.append((copy.stored.node, self._whole[shape]))
 
     def check_complete(self, tree: Container) -> None:

@@ -27,8 +27,7 @@ from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.arrivals import chunk_spans
 from cas_ckpt.transfer.chunk_reader import ChunkReader
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink
-from cas_ckpt.transfer.read_plan import Unit, Wanted, longest_bytes, plan_units
-from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
+from cas_ckpt.transfer.sources import SpanMemory, Unit, Wanted, limits_of, longest_bytes, plan_units, requests_at_once
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
