@@ -16,7 +16,6 @@ import datetime
 import json
 import math
 import re
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -28,6 +27,8 @@ from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import ObjectKind
 
 if TYPE_CHECKING:
+    import sqlite3
+
     from sqlalchemy import Connection
 
     AnyConnection: TypeAlias = Connection | sqlite3.Connection
@@ -81,10 +82,12 @@ def objects_by_id(connection: AnyConnection, digests: Iterable[bytes]) -> Iterat
 
 def sqlite_driver(connection: AnyConnection) -> sqlite3.Connection | None:
     """SQLite's own connection below; None: it is PostgreSQL."""
+    import sqlite3  # late: resolving a ref needs this file's texts, not the driver
+
     if isinstance(connection, sqlite3.Connection):
         return connection
     is_sqlite = connection.dialect.positional
-    return cast(sqlite3.Connection, connection.connection.driver_connection) if is_sqlite else None
+    return cast("sqlite3.Connection", connection.connection.driver_connection) if is_sqlite else None
 
 
 def batches(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
