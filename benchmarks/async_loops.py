@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.harness.page import forget_all_but_one, heading, run
 from cas_ckpt import Repository
-from cas_ckpt.ops.commit.process.child import NICENESS
+from cas_ckpt.ops.commit.worker_process import NICENESS
 
 WANTED = 0.05
 """Share of its steps that a loop may lose beside a worker process; of a thread it is reported."""

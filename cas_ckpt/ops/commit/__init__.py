@@ -8,7 +8,7 @@
        what each of them describes (merge_states.py), compare replicas, and save whole cells and those
        that straddle ranks (straddling_cells.py)
     4. what was declared frozen is compared with what was committed before in place of being hashed (frozen.py)
-    5. another process can do all of this for one that trains (process/)
+    5. another process can do all of this for one that trains (worker.py), by what is in worker_process.py
     6. rank 0 publishes: nodes and commit in a meta pack, then the swap of the ref (core/publish.py), then the index;
        and tells the other ranks what came of it (agree.py)
 

@@ -13,7 +13,7 @@ before the branch moves.
 
 Every `gather` of a commit is followed by one message of rank 0 (`Outcome`): continue, raise an error, or the commit is
 made. So a rank that has given what rank 0 gathers can hear what came of it though it does nothing more itself
-(process/worker.py: its worker died). Whoever hears a refusal raises it and reports nothing, since all ranks do.
+(worker.py: its worker died). Whoever hears a refusal raises it and reports nothing, since all ranks do.
 """
 
 from __future__ import annotations

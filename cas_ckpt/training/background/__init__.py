@@ -19,7 +19,7 @@ Where more ways plug in:
   `Snapshot.abort(error)`, and is waited for by `Snapshot.wait_settled`. Until a tensor is staged its `live` source says
   where it is. Whatever breaks a snapshot is raised by `read` or by `saved`, at the latest before anything is published.
 - **Where the commit is made** (`worker=`): `BackgroundCommits.make`, in the thread of the queue or by a process
-  (ops/commit/process/), gets the staged tree and the settled request (plain values only). Memory that another process
+  (ops/commit/worker.py), gets the staged tree and the settled request (plain values only). Memory that another process
   is to map comes from `StagingPool(shared=True)`; `StagedTensor.boxes` and `.places` say which bytes of which arena a
   tensor is, and `Snapshot.arenas` has the files. What is not staged (`live`) can only be read in this process.
 - **How memory is made and copied**: transfer/staging.py (`prepare=`, `dismiss=`, `copy_into`).

@@ -33,8 +33,8 @@ from cas_ckpt.objects.state import CellsToName, LeafHasher, TensorItem
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.process.worker import CommitWorker
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields, decoded_lineage, working_folder
+from cas_ckpt.ops.commit.worker import CommitWorker
 from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors
 from cas_ckpt.parallel.workers import core_of_main_thread, leave_core, thread_count
 from cas_ckpt.progress import SILENT, Progress

@@ -43,11 +43,11 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.commit import worker
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.process import worker
-from cas_ckpt.ops.commit.process.worker import CommitWorker
 from cas_ckpt.ops.commit.request import CommitRequest, git_state
+from cas_ckpt.ops.commit.worker import CommitWorker
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage

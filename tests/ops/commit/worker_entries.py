@@ -24,8 +24,7 @@ from cas_ckpt.core import handle
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, OutOfSpaceError, PeerError, StorageError
 from cas_ckpt.index.index import Index
-from cas_ckpt.ops.commit import commit
-from cas_ckpt.ops.commit.process import child
+from cas_ckpt.ops.commit import commit, worker_process
 from cas_ckpt.parallel.peers import Peers
 from cas_ckpt.storage.file import FileStore
 from tests.effects import Effects, FaultPlan, die_after
@@ -48,25 +47,25 @@ def die_once_published(descriptor: int, parent: int) -> None:
     """SIGKILL before the index hears of the commit; on another rank than 0 once rank 0 has told of it."""
     RepositoryHandle.add_written = _die  # type: ignore[method-assign]
     RepositoryHandle.note_written = _die  # type: ignore[method-assign]
-    child.main(descriptor, parent)
+    worker_process.main(descriptor, parent)
 
 
 def die_before_told(descriptor: int, parent: int) -> None:
     """SIGKILL once rank 0 has all that it needs to make the commit."""
     commit.broadcast_outcome = _die
-    child.main(descriptor, parent)
+    worker_process.main(descriptor, parent)
 
 
 def die_after_gather(descriptor: int, parent: int) -> None:
     """SIGKILL once rank 0 has gathered for the first time: the small tensors that are divided over ranks."""
-    gather = child.RemotePeers.gather
+    gather = worker_process.RemotePeers.gather
 
-    def gather_and_die(peers: child.RemotePeers, message: Buffer) -> list[bytes] | None:
+    def gather_and_die(peers: worker_process.RemotePeers, message: Buffer) -> list[bytes] | None:
         gather(peers, message)
         return _die()  # type: ignore[no-any-return]
 
-    child.RemotePeers.gather = gather_and_die  # type: ignore[method-assign]
-    child.main(descriptor, parent)
+    worker_process.RemotePeers.gather = gather_and_die  # type: ignore[method-assign]
+    worker_process.main(descriptor, parent)
 
 
 def die_of_peer_error(descriptor: int, parent: int) -> None:
@@ -80,19 +79,19 @@ def die_of_peer_error(descriptor: int, parent: int) -> None:
             return _die()  # type: ignore[no-any-return]
 
     commit.broadcast_outcome = hear_or_die
-    child.main(descriptor, parent)
+    worker_process.main(descriptor, parent)
 
 
 def refuse(descriptor: int, parent: int) -> None:
     """Rank 0 finds that all ranks have to raise."""
     commit.publish_commit = _raising(PeerError("rank 1 has not written what it says", (1,)))
-    child.main(descriptor, parent)
+    worker_process.main(descriptor, parent)
 
 
 def fail_to_publish(descriptor: int, parent: int) -> None:
     """Rank 0 fails by itself."""
     commit.publish_commit = _raising(StorageError("the disk is out"))
-    child.main(descriptor, parent)
+    worker_process.main(descriptor, parent)
 
 
 def _raising(error: CkptError) -> Callable[..., Any]:
@@ -114,7 +113,7 @@ def full_index(descriptor: int, parent: int) -> None:
         raise OutOfSpaceError("no space left for the index")
 
     Index.add_packs = refuse  # type: ignore[method-assign]
-    child.main(descriptor, parent)
+    worker_process.main(descriptor, parent)
 
 
 def __getattr__(name: str) -> Callable[[int, int], None]:
@@ -125,6 +124,6 @@ def __getattr__(name: str) -> Callable[[int, int], None]:
     def die(descriptor: int, parent: int) -> None:
         effects = _Killing(die_after(int(number)), os.getpid() if head == "die_after" else os.getppid())
         handle.open_store = lambda url: FaultyStore(FileStore(Path(url.removeprefix("file://"))), effects=effects)
-        child.main(descriptor, parent)
+        worker_process.main(descriptor, parent)
 
     return die

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cas_ckpt import CommitOptions, Repository
-from cas_ckpt.ops.commit.process import worker
+from cas_ckpt.ops.commit import worker
 from tests.ops.commit.worker_entries import MODULE
 
 

@@ -34,8 +34,13 @@ from cas_ckpt.objects.spec import Box, as_raw
 from cas_ckpt.objects.state import ArraySource, Container, TensorItem
 from cas_ckpt.ops.commit.agree import Made, Outcome, broadcast_outcome, made_message, outcome_not_received, read_outcome
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.process.child import LOG, LOOK, PEERS, PROGRESS, PUBLISH
-from cas_ckpt.ops.commit.process.packing import (
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.commit.worker_process import (
+    LOG,
+    LOOK,
+    PEERS,
+    PROGRESS,
+    PUBLISH,
     READ,
     SAVED,
     SUMS,
@@ -47,7 +52,6 @@ from cas_ckpt.ops.commit.process.packing import (
     sent_request,
     sent_tree,
 )
-from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.parallel.child_process import ChildEnded, ChildProcess, unpacked_error
 from cas_ckpt.parallel.peers import SOLO, Peers, report_instead
 from cas_ckpt.parallel.workers import core_of_main_thread
@@ -57,7 +61,7 @@ from cas_ckpt.transfer.staging import Arena
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
-ENTRY = "cas_ckpt.ops.commit.process.child:main"
+ENTRY = "cas_ckpt.ops.commit.worker_process:main"
 """What the worker process runs."""
 
 _METHODS = frozenset({"gather_all", "gather", "broadcast", "exchange"})
