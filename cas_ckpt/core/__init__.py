@@ -12,8 +12,8 @@
        for verbs that need none of their bytes;
        hints.py writes into meta packs what spares readers of remote ones requests, and reads it; elsewhere.py
        brings from tiers what is lost or damaged here
-    4. live.py knows what refs keep, forgotten.py which data nothing keeps any more, completeness.py whether all that
-       is kept is stored, and whether tiers have what is about to go here
+    4. live.py knows what refs keep, whether all that is kept is stored, and whether tiers have what is about to go
+       here; forgotten.py which data nothing keeps any more
     5. signatures.py judges who signed a commit or tag, and which branches take signed commits only
     6. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;
        records.py is what they get back

@@ -27,9 +27,8 @@ from enum import Enum
 from itertools import compress
 from operator import not_
 
-from cas_ckpt.core.completeness import require_complete, unforget
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import graph_with
+from cas_ckpt.core.live import graph_with, require_complete, unforget
 from cas_ckpt.core.packs import pack_name
 from cas_ckpt.core.protocol import read_gc_state, require_current
 from cas_ckpt.core.records import CONTINUED_FROM, commit_of

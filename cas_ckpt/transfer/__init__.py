@@ -2,7 +2,7 @@
 
 Saving:
     1. save.py hashes every cell, asks what is stored, and hands on what is new; what can be hashed where it is (on a
-       GPU) it names before. save_memory.py says with how many threads and packs; hashing.py has the checksums that
+       GPU) it names before. It says, too, with how many threads and packs; hashing.py has the checksums that
        compare memory at its own speed
     2. pack_writer.py lends packs to threads that write chunks; each is durable before it is named
 

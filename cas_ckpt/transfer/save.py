@@ -3,12 +3,23 @@
 Invariant: what is written under an id is bytes that were hashed *as written*: a chunk that
 looks new is copied first and the copy is hashed, so that a tensor that somebody changes
 meanwhile can never put wrong bytes under an id. Memory is bounded by the threads, which each
-write what they hashed (how many: save_memory.py), whatever the size of the model.
+write what they hashed, whatever the size of the model.
 
 The bytes of cells that were copied are in buffers that outlive the commit (`Buffers`): memory that is new to a process
 costs more than the copy into it. Cells whose leaves can be hashed where the tensors are, on a GPU for one, are named
 without being read (`named_in_place`); what of them is not stored is copied and hashed on the host as any other, so
 nothing is ever written under an id that another's digests made. Knows nothing of devices.
+
+How many threads there are is planned (`divide`, pure). What a save takes, at most, besides the state:
+
+    what it knows of the state   `ENTRY_BYTES` for each tensor and value, `CELL_BYTES` for each cell
+    the database, and threads    `FIXED_BYTES`
+    each pack being written      what the store says (`Abilities.writer_bytes`), and `in_flight_bytes` of the store once
+    each thread                  scratch for a cell, or two copies of it while it is encoded; what its source reads at
+                                 a time, unless that is memory of the state; a buffer: cells that are copied, and what
+                                 they became when they were encoded
+
+That is no more than the budget, unless the budget is less than `least_bytes`, which works.
 """
 
 from __future__ import annotations
@@ -34,9 +45,12 @@ from cas_ckpt.objects.spec import Grid, Spec, as_raw
 from cas_ckpt.objects.state import ArraySource, CellsToName, LeafHasher, is_of_one_moment, is_private, saved
 from cas_ckpt.parallel.workers import run_all
 from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import Abilities
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.save_memory import BATCH_BYTES
+from cas_ckpt.transfer.pack_writer import NUM_WRITERS, ChunkSink, EncodedChunk
+
+BATCH_BYTES = 4 * 1024 * 1024
+"""Cells that are taken, asked about and written together: one large one, or many small ones."""
 
 KEPT_BUFFERS = 12
 """Buffers of `BATCH_BYTES` that a process keeps for its next commit."""
@@ -418,3 +432,61 @@ def _name(hasher: LeafHasher, works: Sequence[TensorWork], claims: Claims, progr
     for work in works:
         work.cells, work.is_new = frozenset(missing.get(id(work), ())), True
     progress.advance(num_bytes)
+
+
+# --- how many threads and packs the budget of memory allows -------------------------------------
+
+
+FIXED_BYTES = 20 * 1024 * 1024
+ENTRY_BYTES = 2_400
+CELL_BYTES = 700
+"""Measured (docs/benchmarks/memory.md): of a commit of 100,000 small tensors, and of one of many cells."""
+
+_ENCODED_SHARE = {"raw": 0.0, "auto": 0.5}
+"""How long what is stored may be, of a cell: what AUTO does not halve stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMemory:
+    """The memory budget of a save."""
+
+    num_threads: int
+    num_writers: int
+
+
+def divide(
+    budget_bytes: int, *, num_threads: int, num_entries: int, num_bytes: int, policy: codec.EncodingPolicy,
+    abilities: Abilities, read_bytes: int = 0,
+) -> SaveMemory:  # fmt: skip
+    """The most threads that fit, and then a pack for each of them, or as many as fit; one of each if nothing does.
+
+    Args:
+        num_threads: Wanted.
+        num_entries, num_bytes: Of the state.
+        read_bytes: What a source holds, for each thread that reads it.
+    """
+    each = thread_bytes(policy, read_bytes)
+    held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
+    threads = max(1, min(num_threads, (budget_bytes - held) // each))
+    spare = max(0, budget_bytes - held - threads * each)
+    return SaveMemory(threads, min(threads, 1 + spare // max(1, abilities.writer_bytes)))
+
+
+def least_bytes(
+    *, num_entries: int, num_bytes: int, policy: codec.EncodingPolicy, abilities: Abilities, read_bytes: int = 0
+) -> int:
+    """Least memory of a save. Arguments as for `divide`."""
+    held = held_bytes(num_entries=num_entries, num_bytes=num_bytes, abilities=abilities, num_writers=1)
+    return held + thread_bytes(policy, read_bytes)
+
+
+def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_writers: int = NUM_WRITERS) -> int:
+    """Memory that a save holds throughout, independent of cells in progress. Arguments as for `divide`."""
+    known = num_entries * ENTRY_BYTES + num_bytes // BATCH_BYTES * CELL_BYTES
+    return FIXED_BYTES + known + abilities.in_flight_bytes + num_writers * abilities.writer_bytes
+
+
+def thread_bytes(policy: codec.EncodingPolicy, read_bytes: int) -> int:
+    """Memory of each thread: scratch, a buffer, and what came of it."""
+    scratch_bytes = BATCH_BYTES * (1 if policy == "raw" else 2)
+    return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE.get(policy, 1.0))) + read_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.core import completeness as taking_back
 from cas_ckpt.core import forgotten as records
+from cas_ckpt.core import live as taking_back
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.forgotten import (
     MANY_RECORDS,

@@ -13,7 +13,7 @@ from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.storage.store import Abilities
 from cas_ckpt.transfer import fetch
 from cas_ckpt.transfer.chunk_reader import StoredChunk
-from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes, thread_bytes
+from cas_ckpt.transfer.save import SaveMemory, divide, held_bytes, least_bytes, thread_bytes
 
 LOCAL = Abilities(durable=True, local=True, writer_bytes=8 << 20)
 FAR = Abilities(durable=True, local=False, parallel=16, writer_bytes=8 << 20, in_flight_bytes=128 << 20)

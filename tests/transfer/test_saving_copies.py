@@ -13,8 +13,7 @@ from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.progress import SILENT
 from cas_ckpt.transfer import save as module
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
-from cas_ckpt.transfer.save import Buffers, Claims, TensorWork, save_tensors
-from cas_ckpt.transfer.save_memory import BATCH_BYTES
+from cas_ckpt.transfer.save import BATCH_BYTES, Buffers, Claims, TensorWork, save_tensors
 from tests.builders import ArrayMemory, numbers
 
 

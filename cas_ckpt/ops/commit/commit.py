@@ -59,8 +59,7 @@ from cas_ckpt.parallel.peers import SOLO, Peers, collective_errors, report_inste
 from cas_ckpt.parallel.workers import thread_count
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import sign
-from cas_ckpt.transfer.save import TensorWork
-from cas_ckpt.transfer.save_memory import SaveMemory
+from cas_ckpt.transfer.save import SaveMemory, TensorWork
 
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""

@@ -55,8 +55,17 @@ from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.pack_writer import NUM_WRITERS, ChunkSink, WrittenPack
-from cas_ckpt.transfer.save import Buffers, Claims, TensorWork, named_in_place, save_tensors
-from cas_ckpt.transfer.save_memory import SaveMemory, divide, held_bytes, least_bytes
+from cas_ckpt.transfer.save import (
+    Buffers,
+    Claims,
+    SaveMemory,
+    TensorWork,
+    divide,
+    held_bytes,
+    least_bytes,
+    named_in_place,
+    save_tensors,
+)
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import Hashed

@@ -25,10 +25,18 @@ from dataclasses import replace
 from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.core.completeness import not_at_tiers, whole_commits
 from cas_ckpt.core.forgotten import merge_forgotten, read_forgotten_leniently, sweep_released, write_released
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import LiveSets, all_refs, graph_with, live_sets, read_graph, released_by_expiry
+from cas_ckpt.core.live import (
+    LiveSets,
+    all_refs,
+    graph_with,
+    live_sets,
+    not_at_tiers,
+    read_graph,
+    released_by_expiry,
+    whole_commits,
+)
 from cas_ckpt.core.protocol import (
     GcPhase,
     GcState,

@@ -6,7 +6,7 @@
 
 `policy.py` is the rules as people write them, and the record of the repository that carries them; `rules.py` decides,
 pure; `forget.py` asks it about a repository, and tiers whether they still have what is about to be given up here
-(core/completeness.py), and writes the records of forgotten commits; it also answers what would be freed if commits were
+(core/live.py), and writes the records of forgotten commits; it also answers what would be freed if commits were
 forgotten, or a ref were deleted.
 
 Nothing is deleted here.

@@ -2,7 +2,7 @@
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
     f2  decide (ops/retention/rules.py), or take the commits that were named; of what is to go, tiers are asked whether
-        they still have it (core/completeness.py)
+        they still have it (core/live.py)
     f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
         reads them once, and answers for that moment)
     f4  write one record of the commits that are forgotten now
@@ -11,7 +11,7 @@
 One look after f4 is enough. A branch that is made later is put there by `publish_ref`, which looks at
 the records after its swap, finds ours, and takes its commit back itself. A tag or pin that is made
 later keeps its commit by naming it: in garbage collection a ref's target wins over these records.
-Nothing is deleted here; what was collected meanwhile stays forgotten (core/completeness.py).
+Nothing is deleted here; what was collected meanwhile stays forgotten (core/live.py).
 
 Invariant: a commit that a ref named before f5 is not forgotten; one that a ref names is never chosen. Heads come from
 the store; history that is not complete is refused, for its rules would choose among what is left.
@@ -30,10 +30,9 @@ from fnmatch import fnmatchcase
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import did_you_mean, one_text
-from cas_ckpt.core.completeness import not_at_tiers, unforget
 from cas_ckpt.core.forgotten import read_forgotten_leniently, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import LOOKS, LiveSets, graph_behind, live_sets, unpushed_by_tier
+from cas_ckpt.core.live import LOOKS, LiveSets, graph_behind, live_sets, not_at_tiers, unforget, unpushed_by_tier
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import Ref, RefKind, default_author

@@ -20,13 +20,12 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from cas_ckpt.arguments import did_you_mean, optional_flag
-from cas_ckpt.core.completeness import require_complete
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import change_default_branch, init_repository
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
-from cas_ckpt.core.live import graph_with, read_graph
+from cas_ckpt.core.live import graph_with, read_graph, require_complete
 from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import CONTINUED_FROM
 from cas_ckpt.core.refs import Ref, RefKind

@@ -26,10 +26,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from cas_ckpt.arguments import check_real
-from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import Graph, graph_with, promised_commits, promisors, read_graph
+from cas_ckpt.core.live import Graph, graph_with, promised_commits, promisors, read_graph, unforget
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import (
     ANY_HEAD,
