@@ -14,7 +14,7 @@ from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
-    from cas_ckpt.ops.diff.answer import Diff, DiffSums, EntryDiff, EntrySide, TensorNumbers
+    from cas_ckpt.ops.diff.walk import Diff, DiffSums, EntryDiff, EntrySide, TensorNumbers
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow"), "moved": (">", "cyan")}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cas_ckpt.index.rows import ListedEntry
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.checkout.restores import PlanReport, RestoreInfo
-    from cas_ckpt.ops.diff.answer import Diff
+    from cas_ckpt.ops.diff.walk import Diff
     from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
     from cas_ckpt.ops.history.log import Ranked, ShownCommit

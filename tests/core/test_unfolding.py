@@ -148,7 +148,7 @@ def test_fsck_names_a_container_of_too_many_damaged_keys_as_a_whole(tmp_path: Pa
     repo = new_repository(tmp_path / "repo")
     root = doubling(repo, 40)
     assert decode_tree(repo.read_node(_tree_kind(), root)).entries
-    from cas_ckpt.ops.fsck.problems import ALL_BELOW, KeyFinder
+    from cas_ckpt.ops.fsck.check import ALL_BELOW, KeyFinder
 
     affected: dict[bytes, bool] = {}
     at: Any = root

@@ -28,15 +28,21 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import KIND_OF_FLAVOR, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.checkout import read_array
-from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, TensorNumbers, changed_fields
 from cas_ckpt.ops.diff.numbers import tensor_numbers
 from cas_ckpt.ops.diff.walk import (
+    Change,
+    ChunkChange,
     ContainerHead,
+    Diff,
+    EntryDiff,
+    EntrySide,
     Pair,
     Side,
     StoredSide,
+    TensorNumbers,
     TensorPair,
     changed_chunks,
+    changed_fields,
     differing,
     read_named,
     with_bytes,

@@ -32,8 +32,7 @@ from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import NUMPY_PREFIX, Box, Grid
 from cas_ckpt.objects.state import StoredTensor, render_key
 from cas_ckpt.ops.checkout.checkout import inline_array
-from cas_ckpt.ops.diff.answer import ChunkChange, TensorNumbers
-from cas_ckpt.ops.diff.walk import TensorPair, together_or_named
+from cas_ckpt.ops.diff.walk import ChunkChange, TensorNumbers, TensorPair, together_or_named
 from cas_ckpt.parallel.workers import run_all, thread_count
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store

@@ -4,8 +4,8 @@ The story of a check (`check.py`; its answer is in `report.py`):
     1. `records.py`: config, gc/state, refs and the other small records
     2. `packs.py`: every pack and every node, and whether the index agrees with them; if that is asked for, every byte
        of the packs, or of some of them; one job of many does this alone, for its share
-    3. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and
-       the command that repairs it
+    3. each damaged place becomes a problem, in `check.py` itself: what is lost, the commits, refs and keys that need
+       it, and the command that repairs it
 
 The story of a repair (`repair.py`):
     1. config, gc/state and records, in `repair.py` itself: nothing can be opened without them

@@ -53,8 +53,8 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind, object_id
 from cas_ckpt.objects.nodes import Node, decode_commit
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
+from cas_ckpt.ops.fsck.check import ProblemFinder
 from cas_ckpt.ops.fsck.packs import DataOptions, Structure, checked_structure, read_data
-from cas_ckpt.ops.fsck.problems import ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, ref_keys
 from cas_ckpt.ops.fsck.report import Findings, RepairLog, RepairRequest
 from cas_ckpt.progress import Progress

@@ -1,7 +1,7 @@
 """forget: commits whose data may go; their own record stays readable in the log.
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
-    f2  decide (ops/retention/rules.py), or take the commits that were named; of what is to go, tiers are asked whether
+    f2  decide (ops/retention/policy.py), or take the commits that were named; of what is to go, tiers are asked whether
         they still have it (core/live.py)
     f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
         reads them once, and answers for that moment)
@@ -53,8 +53,7 @@ from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.packs import DataOptions
 from cas_ckpt.ops.gc.plan import GcOptions, GcReport
 from cas_ckpt.ops.history.log import require_metric
-from cas_ckpt.ops.retention.policy import Policy, Retention, read_policy
-from cas_ckpt.ops.retention.rules import Candidate, Line, decide
+from cas_ckpt.ops.retention.policy import Candidate, Line, Policy, Retention, decide, read_policy
 from cas_ckpt.progress import SILENT, Progress
 
 

@@ -21,8 +21,8 @@ from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.diff.answer import Diff, EntryDiff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
+from cas_ckpt.ops.diff.walk import Diff, EntryDiff
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository, numbers, state, tensor

@@ -20,9 +20,9 @@ from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
 from cas_ckpt.objects.state import TensorItem
 from cas_ckpt.ops.diff import numbers as diff_numbers
-from cas_ckpt.ops.diff.answer import Diff, TensorNumbers
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
 from cas_ckpt.ops.diff.numbers import measure, widening
+from cas_ckpt.ops.diff.walk import Diff, TensorNumbers
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory, commit, new_repository, numbers, tensor
 from tests.searches import tries

@@ -34,8 +34,8 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.diff.answer import Change, Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
+from cas_ckpt.ops.diff.walk import Change, Diff
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory, numbers, publish_nodes, tensor
 from tests.searches import tries

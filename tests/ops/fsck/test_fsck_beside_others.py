@@ -13,7 +13,6 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck import check as fsck
-from cas_ckpt.ops.fsck import problems as fsck_problems
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.repair import rebuild_index
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -89,7 +88,7 @@ def test_a_commit_that_comes_while_a_check_looks_at_what_is_missing_is_not_calle
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the check began with was forgotten and collected meanwhile, and the branch went on to a new commit."""
-    real, looks = fsck_problems.catch_up, []
+    real, looks = fsck.catch_up, []
 
     def catch_up(*args: Any) -> None:
         real(*args)
@@ -98,7 +97,7 @@ def test_a_commit_that_comes_while_a_check_looks_at_what_is_missing_is_not_calle
         looks.append(1)
 
     with closing(RepositoryHandle.open(path)) as other:
-        monkeypatch.setattr(fsck_problems, "catch_up", catch_up)
+        monkeypatch.setattr(fsck, "catch_up", catch_up)
         report = check_url(path)
     assert report.ok, report.problems
     assert len(looks) > 2
@@ -109,7 +108,7 @@ def test_an_index_made_anew_between_the_two_looks_of_a_check_makes_it_begin_agai
 ) -> None:
     """The first look has numbers of the old index, which mean other objects in the new one."""
     began: list[str] = []
-    real, names = fsck.check_records, fsck_problems.reread_names
+    real, names = fsck.check_records, fsck.reread_names
 
     def check_records(*args: Any) -> Any:
         records = real(*args)
@@ -125,7 +124,7 @@ def test_an_index_made_anew_between_the_two_looks_of_a_check_makes_it_begin_agai
 
     with closing(RepositoryHandle.open(path)) as other:
         monkeypatch.setattr(fsck, "check_records", check_records)
-        monkeypatch.setattr(fsck_problems, "reread_names", reread_names)
+        monkeypatch.setattr(fsck, "reread_names", reread_names)
         report = check_url(path)
     assert report.ok, report.problems
     assert began == ["check", "rebuild", "check"]

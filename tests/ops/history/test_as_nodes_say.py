@@ -29,7 +29,7 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Container, Item, Name, ValueItem, parse_key
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.diff.answer import Diff
+from cas_ckpt.ops.diff.walk import Diff
 from tests.builders import new_repository, numbers, tensor
 from tests.ops.history.walked import Leaf, Tree, Walked
 from tests.searches import tries

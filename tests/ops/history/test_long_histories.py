@@ -28,8 +28,7 @@ from cas_ckpt.ops.history.log import log_commits, show_commit
 from cas_ckpt.ops.history.usage import usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, delete_branch, reflog, rename_ref
 from cas_ckpt.ops.retention.forget import forget_by_policy, forget_revisions
-from cas_ckpt.ops.retention.policy import Policy, Retention
-from cas_ckpt.ops.retention.rules import Candidate, Line, decide
+from cas_ckpt.ops.retention.policy import Candidate, Line, Policy, Retention, decide
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
 from tests.wrapped_stores import CountingStore

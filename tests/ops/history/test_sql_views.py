@@ -15,7 +15,7 @@ import pytest
 
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.refs import MAX_LOG
-from cas_ckpt.ops.diff.answer import Change
+from cas_ckpt.ops.diff.walk import Change
 from tests.signing.keys import KEYS, key_file
 
 ANN = key_file()

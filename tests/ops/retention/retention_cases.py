@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.retention.policy import Policy
-from cas_ckpt.ops.retention.rules import Candidate, Decision, Line, decide
+from cas_ckpt.ops.retention.policy import Candidate, Decision, Line, Policy, decide
 
 HOUR_US = 3600 * 10**6
 FUTURE_US = 2**62

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.core.units import BUCKETS, UNLIMITED, parse_period
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.ops.retention.policy import Policy, Retention, policy_from
-from cas_ckpt.ops.retention.rules import Candidate, Line, decide
+from cas_ckpt.ops.retention.policy import Candidate, Line, Policy, Retention, decide, policy_from
 from tests.ops.retention.retention_cases import FUTURE_US, HOUR_US, at, chain, days, judged, kept, name, reasons
 
 # --- what restic documents ----------------------------------------------------------------------

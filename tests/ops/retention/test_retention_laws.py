@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from cas_ckpt.core.units import BUCKETS, UNLIMITED
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
-from cas_ckpt.ops.retention.policy import COUNTS, DURATIONS, Policy
-from cas_ckpt.ops.retention.rules import Candidate, Line, decide
+from cas_ckpt.ops.retention.policy import COUNTS, DURATIONS, Candidate, Line, Policy, decide
 from tests.ops.retention.retention_cases import FUTURE_US, HOUR_US, at, chain, kept, name
 
 STEPS = st.none() | st.integers(0, 40)
