@@ -95,7 +95,8 @@ class RepositoryHandle(Uncopied):
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
         hints: What the next commit says beside its nodes.
-        preview: What hints say of commits that the index does not know yet; asked before the first `sync`.
+        preview: What hints say of commits that the index does not know yet; asked before the first `sync`. None
+            after that, and of a local store.
         elsewhere: Brings what is lost or damaged here from remotes.
         trust: Whose signature every commit needs that is read through this handle; None: see core/signatures.py.
         progress: Receives the progress of implicit long work: the first question after an upgrade of the index, and
@@ -120,7 +121,7 @@ class RepositoryHandle(Uncopied):
         self._cached: tuple[Store, Store] | None = None
         self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
         self.hints = HintsWriter(self)
-        self.preview = Preview(self)
+        self.preview = None if store.abilities.local else Preview(self)
         self.elsewhere = Elsewhere(self)
         self.progress: Progress = SILENT
         self.trust: Trust | None = None
@@ -325,7 +326,7 @@ class RepositoryHandle(Uncopied):
                 added += len(batch)
             if gone or added:
                 self._known = None
-            self.preview.end()  # the index knows all that is stored
+            self.preview = None  # the index knows all that is stored
             self._present = stored
             self._live = stored.keys() - self._condemned - self.damaged.keys()
             return len(gone) + added
@@ -632,7 +633,9 @@ class RepositoryHandle(Uncopied):
         located: Mapping[bytes, Sequence[Location]] = self.index.read(contents.locate, wanted)
         missing = [digest for digest in wanted if not located.get(digest)]
         if missing:
-            located = {**located, **self.preview.locate(missing), **({} if here else self.elsewhere.lent(missing))}
+            preview = self.preview
+            said_of = {} if preview is None else preview.locate(missing)
+            located = {**located, **said_of, **({} if here else self.elsewhere.lent(missing))}
             missing = [digest for digest in missing if not located.get(digest)]
         if missing:
             self.sync()  # whatever it answers: another thread may have brought them a moment ago
@@ -667,7 +670,7 @@ class RepositoryHandle(Uncopied):
     def bring(self, digests: Sequence[Digest]) -> bool:
         """Bring packs into the index that hints say hold these nodes; whether there were any. Not after a `sync`."""
         with self._lock:
-            records = [] if self.index.read_only else self.preview.records(digests)
+            records = [] if self.index.read_only or self.preview is None else self.preview.records(digests)
             if records:
                 self.index.add_packs(records)
             return bool(records)
@@ -728,9 +731,11 @@ class RepositoryHandle(Uncopied):
         Raises:
             NotFoundError, CorruptionError.
         """
-        found = self.preview.nodes(digests)
-        if found:
-            digests = [digest for digest in digests if digest not in found]
+        preview = self.preview
+        if preview is None:
+            return read_nodes(self, kind, digests)
+        found = preview.nodes(digests)
+        digests = [digest for digest in digests if digest not in found]
         return {**found, **(read_nodes(self, kind, digests) if digests else {})}
 
 

@@ -35,7 +35,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cas_ckpt.core.packs import LoadedPack, copied_records, load_pack, pack_name
 from cas_ckpt.core.records import commit_row
@@ -79,6 +79,9 @@ _REMEMBERED = 2 * NEAR
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
+_Stored: TypeAlias = tuple[PageCommit, int, tuple[PageCommit, ...]]
+"""A commit that is stored, its depth, and its page."""
+
 
 class HintsWriter:
     """Makes hints for the commits of one handle. Threads may share it."""
@@ -86,7 +89,7 @@ class HintsWriter:
     def __init__(self, handle: RepositoryHandle) -> None:
         self._handle = handle
         self._lock = RLock()
-        self._known: OrderedDict[Digest, tuple[PageCommit, int, tuple[PageCommit, ...]]] = OrderedDict()
+        self._known: OrderedDict[Digest, _Stored] = OrderedDict()
 
     def hints(
         self, parents: Sequence[Digest], packs: Sequence[WrittenPack], *, seen: tuple[Digest | None, bytes | None],
@@ -105,15 +108,19 @@ class HintsWriter:
         except CkptError as error:
             _LOGGER.info("a commit is made without a page of its history: %s", error)
             depth, page, others, earlier = 0, (), (), ()
-        names = dict.fromkeys((*_names(packs, PackKind.META), *earlier))
+        names = dict.fromkeys((*(pack_name(each.key) for each in packs if each.kind == PackKind.META), *earlier))
         return Hints(depth, page, others, _directories(packs), tuple(names))
 
     def note(self, digest: Digest, data: bytes, pack: str, hints: Hints) -> None:
         """Remember what a commit was written with, for the next one."""
+        self._remember(digest, (PageCommit(data, pack_name(pack), hints.others), hints.depth, hints.commits))
+
+    def _remember(self, digest: Digest, found: _Stored) -> _Stored:
         with self._lock:
-            self._known[digest] = PageCommit(data, pack_name(pack), hints.others), hints.depth, hints.commits
+            self._known[digest] = found
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
+        return found
 
     def copies(self, nodes: Sequence[Node], packs: Sequence[WrittenPack]) -> tuple[list[Node], bytes]:
         """Nodes that were copied from elsewhere in the order of their pack, commits last, and its encoded hints.
@@ -169,7 +176,7 @@ class HintsWriter:
             page += self._stored(_id(page[-1]), page[-1].pack)[2]
         return depth + 1, _bounded(page)
 
-    def _stored(self, digest: Digest, name: bytes | None) -> tuple[PageCommit, int, tuple[PageCommit, ...]]:
+    def _stored(self, digest: Digest, name: bytes | None) -> _Stored:
         """A commit that is stored, its depth, and its page, which is as long as its commits prove one another.
 
         Without a page, history begins anew there: what is before it is found by looking at all packs.
@@ -194,11 +201,7 @@ class HintsWriter:
             data = self._handle.read_node(ObjectKind.COMMIT, digest)
         parents = decode_commit(data).parents
         found = PageCommit(data, name, self._others(parents[1:])), *_proven(hints or Hints(), parents)
-        with self._lock:
-            self._known[digest] = found
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return found
+        return self._remember(digest, found)
 
     def _others(self, parents: Sequence[Digest]) -> tuple[tuple[Digest, bytes], ...]:
         """Further parents of a merge, with the packs that hold them, as far as the index knows."""
@@ -246,10 +249,6 @@ def _directories(packs: Sequence[WrittenPack]) -> tuple[tuple[bytes, bytes], ...
     return tuple(found)
 
 
-def _names(packs: Sequence[WrittenPack], kind: PackKind) -> tuple[bytes, ...]:
-    return tuple(pack_name(each.key) for each in packs if each.kind == kind)
-
-
 # --- the reader's half ----------------------------------------------------------------------------
 
 
@@ -267,12 +266,11 @@ MOST_PLACES = 200_000
 
 
 class Preview:
-    """Data from hints, for one handle. Thread-safe."""
+    """Data from hints, for one handle of a store that is not local. Thread-safe."""
 
     def __init__(self, handle: RepositoryHandle) -> None:
         self._handle = handle
         self._lock = RLock()
-        self._ended = handle.store.abilities.local
         self._loaded: dict[bytes, LoadedPack | None] = {}
         self._nodes: dict[Digest, bytes] = {}
         self._node_bytes = 0
@@ -282,25 +280,16 @@ class Preview:
         self._packs: dict[Digest, bytes] = {}
         self._pages: dict[Digest, bytes] = {}
 
-    def end(self) -> None:
-        """Forget all of it, and answer nothing any more: the index knows."""
-        with self._lock:
-            self._ended = True
-            for kept in (self._loaded, self._nodes, self._places, self._packs, self._pages):
-                kept.clear()
-
     # --- questions -----------------------------------------------------------------------------
 
     def nodes(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
         """Those of these nodes that were read already."""
         with self._lock:
-            return {digest: self._nodes[digest] for digest in digests if digest in self._nodes} if self._nodes else {}
+            return {digest: self._nodes[digest] for digest in digests if digest in self._nodes}
 
     def locate(self, digests: Sequence[Digest]) -> Mapping[bytes, Sequence[Location]]:
         """Where those of these objects are said to be that hints tell of."""
         with self._lock:
-            if self._ended:
-                return {}
             for look in (self._load_named, self._load_further, self._load_looked_at, self._load_earlier):
                 missing = [digest for digest in digests if digest not in self._places]
                 if not missing:
@@ -313,7 +302,7 @@ class Preview:
         with self._lock:
             found: dict[bytes, CommitRow] = {}
             level = list(dict.fromkeys(starts))
-            while level and not self._ended:
+            while level:
                 known = self._handle.index.read(contents.known, level)
                 missing = [digest for digest in level if digest not in known and digest not in found]
                 unread = [digest for digest in missing if digest not in self._nodes]
@@ -378,8 +367,6 @@ class Preview:
     def _load(self, names: Iterable[bytes]) -> None:
         wanted = [name for name in dict.fromkeys(names) if name not in self._loaded]
         wanted = wanted[: max(MOST_LOADED - len(self._loaded), 0)]
-        if not wanted or self._ended:
-            return
         for name, found in zip(wanted, map_all(self._read, wanted, num_threads=self._handle.num_requests), strict=True):
             self._loaded[name] = found
             if found is not None:

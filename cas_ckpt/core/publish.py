@@ -190,7 +190,8 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
         GenerationMoved: chunks of the state were condemned, save them again.
         NotFoundError: a parent that is not the branch's head was collected.
     """
-    work = _Publishing(handle, publication, destination, publication.generation, list(publication.packs))
+    new = _new_nodes(handle, publication.nodes)
+    work = _Publishing(handle, publication, destination, publication.generation, new, list(publication.packs))
     try:
         # In turn: else those who commit to one branch mostly spoil one another's uploads.
         with in_turn(handle.store, destination.branch):
@@ -214,6 +215,7 @@ class _Publishing:
 
     Attributes:
         generation: That under which all that is not written was seen to be stored.
+        new: Nodes of the publication that are not stored yet.
         packs: Durable, and not in the index yet. added: Those that were added to it since.
         written: Nodes in both.
         made: The commit of the last attempt that got as far as the swap of the ref.
@@ -223,14 +225,11 @@ class _Publishing:
     publication: Publication
     destination: Destination
     generation: Generation
+    new: list[Node]
     packs: list[WrittenPack]
     added: list[WrittenPack] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
     made: Node | None = None
-    _new: list[Node] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._new = _new_nodes(self.handle, self.publication.nodes)
 
     def attempt(self) -> Published | None:
         """w2 to w6 once; None: something moved meanwhile."""
@@ -245,24 +244,21 @@ class _Publishing:
         made = commit_node(commit)
         if self.publication.sign is not None:
             made = commit_node(replace(commit, signature=self.publication.sign(made.data)))
-        signers = required_signers(handle, ref, branch)
+        signers = required_signers(handle, ref, branch) if ref.asks_signers else None
         if signers is not None:
             require_signed(signers, branch, made.digest, made.data)
         hints = None
         if not handle.store.abilities.local:
+            own = {node.digest for node in (*self.written, *self.new)}
             hints = handle.hints.hints(
-                commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack), shared=self._shared()
-            )
+                commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack),
+                shared=[node.digest for node in reversed(self.publication.nodes) if node.digest not in own],
+            )  # fmt: skip
         page = b"" if hints is None else encode_hints(hints)
-        self.packs.append(write_nodes(handle.cached_store, [*self._new, made], hints=page))
-        self.written += [*self._new, made]
-        self._new, self.made = [], made
+        self.packs.append(write_nodes(handle.cached_store, [*self.new, made], hints=page))
+        self.written += [*self.new, made]
+        self.new, self.made = [], made
         return self._swap(ref, made, hints, signed_only=None if signers is None else True)
-
-    def _shared(self) -> list[Digest]:
-        """Nodes of the state that were stored before: the layout, the root, and so on down."""
-        own = {node.digest for node in (*self.written, *self._new)}
-        return [node.digest for node in reversed(self.publication.nodes) if node.digest not in own]
 
     def _catch_up(self) -> None:
         """w4: see whether all that is not written is still stored, under the generation that is now.
@@ -274,9 +270,11 @@ class _Publishing:
         self.handle.add_written(self.packs, self.written, generation=self.generation)
         self.packs, self.added = [], self.added + self.packs
         self.generation = self.handle.begin_writing()
-        if not _chunks_are_stored(self.handle, self.publication.nodes):
+        nodes = self.publication.nodes
+        chunks = {child for node in nodes for child in node.children}
+        if not all(self.handle.known(list(chunks.difference(node.digest for node in nodes)))):
             raise GenerationMoved
-        self._new = _new_nodes(self.handle, self.publication.nodes)
+        self.new = _new_nodes(self.handle, nodes)
 
     def _on_top_of(self, ref: Ref) -> CommitObject:
         """The commit, not signed yet, if `ref` is where its branch is."""
@@ -293,7 +291,7 @@ class _Publishing:
                     short(parent), self.destination.branch, self.handle.store.url,
                 )  # fmt: skip
         behind = () if left_behind is None else (LineageEdge(CONTINUED_FROM, left_behind),)
-        stats = given.stats | _cost([*self.added, *self.packs], [*self.written, *self._new])
+        stats = given.stats | _cost([*self.added, *self.packs], [*self.written, *self.new])
         return replace(given, parents=parents, lineage=(*given.lineage, *behind), stats=stats)
 
     def _swap(self, ref: Ref, made: Node, hints: Hints | None, *, signed_only: bool | None) -> Published | None:
@@ -399,12 +397,6 @@ def _new_nodes(handle: RepositoryHandle, nodes: Sequence[Node]) -> list[Node]:
     """Those that are not stored yet."""
     stored = handle.known([node.digest for node in nodes])
     return list(compress(nodes, map(not_, stored)))
-
-
-def _chunks_are_stored(handle: RepositoryHandle, nodes: Sequence[Node]) -> bool:
-    """Whether all that these nodes refer to, and that is none of them, is stored."""
-    chunks = {child for node in nodes for child in node.children}
-    return all(handle.known(list(chunks.difference(node.digest for node in nodes))))
 
 
 def _cost(packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> dict[str, int]:

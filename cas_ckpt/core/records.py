@@ -271,7 +271,8 @@ def log_rows(
     try:
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
     except NotFoundError:
-        more = {} if wanted else handle.preview.commits_behind(starts)
+        preview = handle.preview
+        more = {} if wanted or preview is None else preview.commits_behind(starts)
     if more:
         with suppress(NotFoundError):  # pages tell only so far back: the packs tell it all
             return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, more=more)

@@ -169,6 +169,11 @@ class Ref:
         """Where its record is stored."""
         return ref_key(self.kind, self.name)
 
+    @property
+    def asks_signers(self) -> bool:
+        """Whether the record of signers is to be read before a commit: the branch says so, or is begun now."""
+        return self.signed_only or self.target is None
+
 
 def is_whole_id(text: str) -> bool:
     """Whether `text` is all digits of an id, which no ref may be called."""

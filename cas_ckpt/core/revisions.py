@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cas_ckpt.arguments import did_you_mean
 from cas_ckpt.core.handle import RepositoryHandle
@@ -17,6 +17,9 @@ from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, 
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.rows import CommitFilter
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
+
+if TYPE_CHECKING:
+    from cas_ckpt.signing import Trust
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -114,6 +117,26 @@ def resolve_ref(handle: RepositoryHandle, revision: Revision) -> tuple[Digest, R
         count = int(number) if number else 1
         digest = _back(handle, digest, count, revision) if sign == "~" else _parent(handle, digest, count, revision)
     return digest, None if match["steps"] else ref
+
+
+def resolve_trusted(
+    handle: RepositoryHandle, revision: Revision, trust: Trust | None = None
+) -> tuple[Digest, str | None]:
+    """What `resolve_named` gives, if the commit is signed as it has to be.
+
+    Args:
+        trust: Whose signature the commit, or the tag that names it, needs; None: that of `handle.trust`. If that is
+            None as well, only branches that take signed commits only are looked at, by what the repository says.
+    Raises:
+        SignatureError: says why. And as for `resolve`.
+    """
+    digest, ref = resolve_ref(handle, revision)
+    wanted = handle.trust if trust is None else trust
+    if wanted is not None or (ref is not None and ref.signed_only):
+        from cas_ckpt.core.signatures import require_trusted
+
+        require_trusted(handle, digest, ref, wanted)
+    return digest, ref.name if ref is not None and ref.kind is RefKind.BRANCH else None
 
 
 def _shown(text: str) -> str:

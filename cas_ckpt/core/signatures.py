@@ -33,7 +33,6 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.ref_store import change_record, read_record
 from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, TagSignature, default_author, ref_key, tag_bytes
-from cas_ckpt.core.revisions import Revision, resolve_ref
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -127,12 +126,18 @@ def tag_signature(ref: Ref, trust: Trust) -> SignatureInfo:
     return trust.verdict(ref.signature.blob, message, time_s=ref.signature.time_us / 1e6)
 
 
-def require_trusted(handle: RepositoryHandle, digest: Digest, ref: Ref | None, trust: Trust) -> None:
+def require_trusted(handle: RepositoryHandle, digest: Digest, ref: Ref | None, trust: Trust | None) -> None:
     """Refuse a commit that nobody trusted signed, neither itself nor the tag that it was named by.
 
+    Args:
+        trust: None: those whose signatures the branch `ref` takes.
     Raises:
         SignatureError: says why.
     """
+    if trust is None and ref is not None:
+        trust = required_signers(handle, ref, ref.name)
+    if trust is None:
+        return
     found = commit_signature(handle, digest, trust)
     if found.is_good or (ref is not None and ref.kind is RefKind.TAG and tag_signature(ref, trust).is_good):
         return
@@ -203,18 +208,15 @@ def required_signers(handle: RepositoryHandle, ref: Ref | None, branch: str) -> 
     """Whose signature a commit needs before the branch may name it; None: anybody may commit.
 
     Args:
-        ref: The branch as it is; None: it is not there.
+        ref: The branch as it is, if it `asks_signers`; None: it is not there.
     Raises:
         SignatureError: the branch takes signed commits only, and nothing says whose.
         CorruptionError: see `read_signers`.
     """
-    signed_only = ref is not None and ref.signed_only
-    if ref is not None and ref.target is not None and not signed_only:
-        return None
     found = read_signers(handle.store).for_branch(branch)
     if found is not None:
         return found.trust
-    if signed_only:
+    if ref is not None and ref.signed_only:
         raise SignatureError(
             f"branch {branch!r} takes signed commits only, and the record {SIGNERS_KEY!r} names nobody for it: set "
             f'its signers again (repo.set_signers("{branch}", trust)), or clear them (repo.clear_signers())'
@@ -238,7 +240,7 @@ def require_signer(handle: RepositoryHandle, ref: Ref | None, branch: str, key: 
     """Refuse, before anything is made, a commit that the branch would not take; the key signs a few bytes to see.
 
     Args:
-        ref: The branch as it is; None: it is not there.
+        ref: The branch as it is, if it `asks_signers`; None: it is not there.
         key: The file of the key by which the commit is going to be signed; None: it is not.
     Raises:
         SignatureError: says why. CorruptionError: see `read_signers`. InvalidInputError: the key does not sign.
@@ -250,26 +252,6 @@ def require_signer(handle: RepositoryHandle, ref: Ref | None, branch: str, key: 
     if not found.is_good:
         why = f"{found.reason}{whose(found)}"
         raise SignatureError(f"branch {branch!r} takes signed commits only: {why}. Nothing was written: {_SIGN_IT}")
-
-
-def resolve_trusted(
-    handle: RepositoryHandle, revision: Revision, trust: Trust | None = None
-) -> tuple[Digest, str | None]:
-    """What `resolve_named` gives, if the commit is signed as it has to be.
-
-    Args:
-        trust: Whose signature the commit, or the tag that names it, needs; None: that of `handle.trust`. If that is
-            None as well, only branches that take signed commits only are looked at, by what the repository says.
-    Raises:
-        SignatureError: says why. And as for `resolve`.
-    """
-    digest, ref = resolve_ref(handle, revision)
-    wanted = handle.trust if trust is None else trust
-    if wanted is None and ref is not None and ref.signed_only:
-        wanted = required_signers(handle, ref, ref.name)
-    if wanted is not None:
-        require_trusted(handle, digest, ref, wanted)
-    return digest, ref.name if ref is not None and ref.kind is RefKind.BRANCH else None
 
 
 def check_move(
@@ -287,7 +269,7 @@ def check_move(
     Raises:
         SignatureError: one of them is not signed by a signer of the branch; names it.
     """
-    signers = required_signers(handle, ref, branch)
+    signers = required_signers(handle, ref, branch) if ref is None or ref.asks_signers else None
     if signers is None:
         return None
     source = handle if source is None else source

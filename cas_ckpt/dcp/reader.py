@@ -47,8 +47,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.records import commit_of, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
-from cas_ckpt.core.revisions import Revision
-from cas_ckpt.core.signatures import resolve_trusted
+from cas_ckpt.core.revisions import Revision, resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.group import RepositoryPlace
 from cas_ckpt.dcp.names import Entries, StoredOptimizers, flat_items, is_plain_tensor, module_states, stored_object

@@ -21,8 +21,7 @@ import torch
 from cas_ckpt.arguments import ExportFormat, check_choice, check_path
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info
-from cas_ckpt.core.revisions import Revision
-from cas_ckpt.core.signatures import resolve_trusted
+from cas_ckpt.core.revisions import Revision, resolve_trusted
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import is_dcp_folder
 from cas_ckpt.formats.models import (

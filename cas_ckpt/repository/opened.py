@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -101,6 +101,11 @@ class Ranks:
 
             self._own = GroupPeers(None if is_named else self.group, timeout_s=self._timeout_s)
         return self._own
+
+    def together(self) -> AbstractContextManager[None]:
+        """Common work: what is raised inside makes all ranks raise (`collective_errors`)."""
+        peers = self.peers
+        return nullcontext() if peers is SOLO else collective_errors(peers)
 
     @property
     def background(self) -> Peers:
@@ -476,7 +481,7 @@ class Opened(Uncopied):
         try:
             self._wait_for_pending(*self._in_flight())
         except BaseException:
-            with collective_errors(self._ranks.peers):  # the others would wait for this rank
+            with self._ranks.together():  # the others would wait for this rank
                 raise
         return self._turn()
 

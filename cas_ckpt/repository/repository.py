@@ -23,7 +23,6 @@ from cas_ckpt.arguments import (
 )
 from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
 from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
-from cas_ckpt.parallel.peers import collective_errors
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.commits import CommitVerbs
 from cas_ckpt.repository.names import NameVerbs
@@ -99,7 +98,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         """
         from cas_ckpt.training.verbs import commit_state
 
-        with self._turn_for("commit"), collective_errors(self._ranks.peers):
+        with self._turn_for("commit"), self._ranks.together():
             if self._background is not None:
                 self._background.queue.raise_failure()
             request = self._request(
@@ -229,7 +228,7 @@ class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
         """
         from cas_ckpt.training.verbs import checkout_state
 
-        with self._turn_for("checkout"), collective_errors(self._ranks.peers):
+        with self._turn_for("checkout"), self._ranks.together():
             self._frozen = None  # what was frozen may hold other bytes now, rightly
             return checkout_state(
                 self._handle, ref, into=into, strict=strict, keys=keys, atomic=atomic, allow_pickle=allow_pickle,

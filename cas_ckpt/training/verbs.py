@@ -25,8 +25,7 @@ from cas_ckpt.arguments import check_flags, texts
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, layout_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head, head_with_part
-from cas_ckpt.core.revisions import Revision, revision_text
-from cas_ckpt.core.signatures import resolve_trusted
+from cas_ckpt.core.revisions import Revision, resolve_trusted, revision_text
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
@@ -161,13 +160,14 @@ def checkout_state(
         MemoryBudgetError: the limit of memory is too little.
     """
     check_flags(strict=strict, atomic=atomic, allow_pickle=allow_pickle)
-    listed = [keys] if isinstance(keys, str) else keys
-    asked = {
-        "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
-        "atomic": atomic,
-    }  # fmt: skip
-    hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
-    num_neighbours = hosts.count(hosts[peers.rank])
+    num_neighbours = 1
+    if peers.size > 1:
+        asked = {
+            "revision": revision_text(revision), "strict": strict, "keys": [keys] if isinstance(keys, str) else keys,
+            "allow_pickle": allow_pickle, "atomic": atomic,
+        }  # fmt: skip
+        hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
+        num_neighbours = hosts.count(hosts[peers.rank])
     if peers.rank == 0:
         found, branch = resolve_trusted(handle, revision, trust)
     if peers.size > 1:

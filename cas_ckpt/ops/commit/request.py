@@ -371,7 +371,8 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     if head is None:
         branch = check_name(handle.default_branch if request.branch is None else request.branch)
         ref = handle.refs.find(RefKind.BRANCH, branch)
-        require_signer(handle, ref, branch, request.sign)
+        if ref is None or ref.asks_signers:
+            require_signer(handle, ref, branch, request.sign)
         if request.on_conflict == "retry":
             return Destination(branch)
         return Destination(branch, None if ref is None else ref.target)
@@ -397,7 +398,8 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
         declared = declared or origin == edge.target
     settled = Destination(branch, expected, origin, attached, declared, target is None or attached)
     settled.parents(handle, target)  # refused now rather than after the hashing
-    require_signer(handle, ref, branch, request.sign)
+    if ref is None or ref.asks_signers:
+        require_signer(handle, ref, branch, request.sign)
     return settled
 
 
