@@ -21,8 +21,8 @@ from cas_ckpt.ops.history.quick_log import quick_refs, quick_resolve
 
 if TYPE_CHECKING:
     from cas_ckpt.core.signatures import SignedBranches
+    from cas_ckpt.ops.refs import Verified, VerifyReport
     from cas_ckpt.ops.sync.remotes import Tracked
-    from cas_ckpt.ops.verify import Verified, VerifyReport
     from cas_ckpt.repository import Repository
 
 _DELETE = flag("-d", "--delete", help="Delete the names that follow.")

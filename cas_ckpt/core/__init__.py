@@ -1,9 +1,9 @@
 """core: the open repository, below every verb: what is true in the store, and how it is read and moved.
 
-    1. create.py makes a repository, config.py is what it says of itself, settings.py of its surroundings,
-       and which hosts of those get credentials, push_failures.py why a tier lacks commits; handle.py opens
-       it: store, index and refs, kept in agreement; host_cache.py keeps what was read of a remote one; shared_index.py
-       says where the index of a team is, and which roles it has there
+    1. create.py makes a repository, config.py is what it says of itself, settings.py of its surroundings, which hosts
+       of those get credentials, and why a push to one failed; handle.py opens it: store, index and refs, kept in
+       agreement; host_cache.py keeps what was read of a remote one; shared_index.py says where the index of a team is,
+       and which roles it has there
     2. refs.py has the mutable names of commits, with logs; ref_store.py reads, lists and swaps them; protocol.py has
        what collectors and writers tell one another; publish.py moves a ref by that protocol, which is the moment of
        every commit

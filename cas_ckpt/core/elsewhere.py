@@ -148,7 +148,10 @@ class Elsewhere:
                 return ""
             place = f"remote {remote.name!r} ({without_secrets(remote.url)})"
             try:
-                self._get(self._repository(remote.place(self._handle.store)), missing, keep=keep, lend=lend)
+                there = remote.place(self._handle.store)
+                if there not in self._opened:
+                    self._opened[there] = type(self._handle).open(there, read_only=True, cache=self._handle.cache_place)
+                self._get(self._opened[there], missing, keep=keep, lend=lend)
                 said.append(f"{place} does not have it")
             except (CorruptionError, NotFoundError) as error:
                 said.append(f"{place}: {error.args[0]}")
@@ -180,11 +183,6 @@ class Elsewhere:
             return []
         found = [remote for remote in read_settings(self._handle.store).remotes if remote.promisor or remote.tier]
         return sorted(found, key=lambda remote: not remote.promisor)
-
-    def _repository(self, url: str) -> RepositoryHandle:
-        if url not in self._opened:
-            self._opened[url] = type(self._handle).open(url, read_only=True, cache=self._handle.cache_place)
-        return self._opened[url]
 
     def _get(self, other: RepositoryHandle, missing: Sequence[Digest], *, keep: bool, lend: bool) -> None:
         """Copy to here what `other` has of these, or let it be read there."""
@@ -221,6 +219,7 @@ class Elsewhere:
         self, other: RepositoryHandle, missing: Sequence[Digest], located: Mapping[bytes, Sequence[Location]]
     ) -> None:
         from cas_ckpt.transfer.chunk_reader import cover  # brings numpy, which a log does not need
+        from cas_ckpt.transfer.pack_writer import write_nodes
 
         of_kind: dict[ObjectKind, list[Digest]] = {}
         for digest in dict.fromkeys(missing):
@@ -228,20 +227,15 @@ class Elsewhere:
                 of_kind.setdefault(ObjectKind(located[digest][0].kind), []).append(digest)
         for kind in _NODES:
             for part in batches(of_kind.get(kind, []), NODES_TOGETHER):
-                self._bring_nodes(other, kind, part)
+                found = other.read_nodes(kind, part)
+                nodes = [Node(kind, digest, data, node_children(kind, data)) for digest, data in found.items()]
+                self._handle.index.add_packs([pack_record(write_nodes(self._handle.store, nodes), nodes)])
+                self.num_packs += 1
         chunks = of_kind.get(ObjectKind.CHUNK, [])
         if chunks:
             # One of which it has only a part is left for another remote.
             whole = ((digest, cover(located[digest], located[digest][0].num_bytes)) for digest in chunks)
             self._bring_chunks(other, [(digest, place) for digest, places in whole for place in places])
-
-    def _bring_nodes(self, other: RepositoryHandle, kind: ObjectKind, digests: Sequence[Digest]) -> None:
-        from cas_ckpt.transfer.pack_writer import write_nodes
-
-        found = other.read_nodes(kind, digests)
-        nodes = [Node(kind, digest, data, node_children(kind, data)) for digest, data in found.items()]
-        self._handle.index.add_packs([pack_record(write_nodes(self._handle.store, nodes), nodes)])
-        self.num_packs += 1
 
     def _bring_chunks(self, other: RepositoryHandle, extents: Sequence[tuple[Digest, Location]]) -> None:
         from cas_ckpt.transfer.copying import Throttle, copy_extents, plan_copies

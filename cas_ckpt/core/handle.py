@@ -113,6 +113,7 @@ class RepositoryHandle(Uncopied):
         adapt_store(store, config)
         self.store = store
         self.config = config
+        self._index: Index
         self.index = index
         self.read_only = read_only
         self.index_place = index_place
@@ -209,19 +210,16 @@ class RepositoryHandle(Uncopied):
         if self._unconfirmed is not None:
             self._confirm(False)
         if self._index.is_behind:
-            self._fill_index()
+            with self._lock:
+                if self._index.is_behind:  # in this thread's turn
+                    # Filled anew, as an older version made it; where it may not be, one in memory takes its place.
+                    self._index, damaged = filled(self.store, self._index, progress=self.progress)
+                    self.damaged.update(damaged)
         return self._index
 
     @index.setter
     def index(self, index: Index) -> None:
         self._index = index
-
-    def _fill_index(self) -> None:
-        """Fill an index anew that an older version made; where it may not be, one in memory takes its place."""
-        with self._lock:
-            if self._index.is_behind:  # in this thread's turn
-                self._index, damaged = filled(self.store, self._index, progress=self.progress)
-                self.damaged.update(damaged)
 
     def _confirm(self, proven: bool) -> None:
         """Compare the repository with the one that the cache knew at this URL, unless that is proven already.
@@ -312,7 +310,12 @@ class RepositoryHandle(Uncopied):
             if self.index.read_only and self.index.is_shared:
                 gone = []
                 if new:
-                    self._leave_shared_index()
+                    # Filled from the packs, in memory: a database that may only be read lags behind.
+                    _LOGGER.warning(
+                        "index %s lacks packs, and may only be read here: all packs are read", self.index.place
+                    )
+                    self.index.close()
+                    self.index = Index.open(IN_MEMORY, store_id=self.config.store_id)
                     new = list(stored)
             elif (gone or new) and self.index.read_only:
                 self.detach_index()
@@ -352,12 +355,6 @@ class RepositoryHandle(Uncopied):
         """
         with self._lock:
             self.index = self.index.detached()
-
-    def _leave_shared_index(self) -> None:
-        """Go on with an index in memory that is filled from the packs: a database that may only be read lags behind."""
-        _LOGGER.warning("index %s lacks packs, and may only be read here: all packs are read", self.index.place)
-        self.index.close()
-        self.index = Index.open(IN_MEMORY, store_id=self.config.store_id)
 
     @property
     def num_requests(self) -> int:

@@ -180,7 +180,9 @@ class HostCache:
         for path in _files(self.folder / "urls"):
             with suppress(ValueError, TypeError, KeyError, msgpack.UnpackException):
                 url, record = msgpack.unpackb(_read(path) or b"")
-                urls[_folder_name(_store_id_in(record), url)] = url
+                # The seal of the config is not looked at: only lists are made of its id.
+                payload = msgpack.unpackb(record[len(b"CASCKREC") + DIGEST_BYTES :])[-1]
+                urls[_folder_name(str(payload["store_id"]), url)] = url
         found = []
         for folder in self._folders():
             used_s = max((seen.st_mtime for path in _files(folder) if (seen := _stat(path)) is not None), default=0.0)
@@ -318,7 +320,10 @@ class RepositoryCache:
         path = self._path(name)
         found = _read(path)
         if found is not None:
-            _touch(path)
+            seen, now_s = _stat(path), clock.now_s()
+            if seen is not None and abs(now_s - seen.st_mtime) > _TOUCH_S:  # it is in use
+                with suppress(OSError):
+                    os.utime(path, (now_s, now_s))
         return found
 
     def put(self, name: str, data: bytes | bytearray | memoryview) -> None:
@@ -357,12 +362,6 @@ def _folder_name(store_id: str, url: str) -> str:
     return f"{store_id}-{_name_of(url)}"
 
 
-def _store_id_in(record: bytes) -> str:
-    """The id in the record of a config, whose seal is not looked at: only lists are made of it."""
-    payload = msgpack.unpackb(record[len(b"CASCKREC") + DIGEST_BYTES :])[-1]
-    return str(payload["store_id"])
-
-
 def _files(folder: Path) -> Iterator[Path]:
     """Every file below `folder`, whatever else goes on there."""
     for parent, _, names in os.walk(folder):
@@ -379,14 +378,6 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.lstat()
     except OSError:
         return None
-
-
-def _touch(path: Path) -> None:
-    """Say that the file is in use."""
-    seen, now_s = _stat(path), clock.now_s()
-    if seen is not None and abs(now_s - seen.st_mtime) > _TOUCH_S:
-        with suppress(OSError):
-            os.utime(path, (now_s, now_s))
 
 
 def _read(path: Path) -> bytes | None:

@@ -524,7 +524,11 @@ def _not_there(
     try:
         place = tier.place(handle.store)
         with closing(RepositoryHandle.open(place, read_only=True, cache=handle.cache_place)) as other:
-            if _is_same_place(handle.store, other.store):
+            one, two = handle.store, other.store
+            same = one.url == two.url
+            if isinstance(one, FileStore) and isinstance(two, FileStore):
+                same = one.root.samefile(two.root)  # a link, or a mount, may have put it there
+            if same:
                 return dict.fromkeys(commits, f"{tier.name} is this repository itself")
             tier.require_same(other.config.store_id)
             return _lacking(other, tier.name, commits, damaged)
@@ -532,12 +536,6 @@ def _not_there(
         return dict.fromkeys(commits, str(error))
     except CkptError as error:
         return dict.fromkeys(commits, f"{tier.name} cannot be asked whether it still has it: {error}")
-
-
-def _is_same_place(one: Store, other: Store) -> bool:
-    if isinstance(one, FileStore) and isinstance(other, FileStore):
-        return one.root.samefile(other.root)  # a link, or a mount, may have put it there
-    return one.url == other.url
 
 
 def _lacking(other: RepositoryHandle, name: str, commits: Collection[Digest], damaged: Damaged) -> dict[Digest, str]:

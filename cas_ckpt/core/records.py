@@ -18,7 +18,6 @@ from cas_ckpt.index.rows import CommitFilter, CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.nodes import (
-    LineageEdge,
     Node,
     NodeContent,
     decode_chunk_page,
@@ -198,7 +197,10 @@ def info_from_row(row: CommitRow, *, forgotten: bool = False, restored_us: int |
         metrics=dict(row.metrics),
         meta=None if row.meta is None else _decoded_meta(row.meta),
         stats=CommitStats(**known),
-        lineage=tuple(map(_lineage, row.lineage)),
+        lineage=tuple(
+            Lineage(edge.kind, edge.target.hex(), None if edge.note is None else _decoded_meta(edge.note))
+            for edge in row.lineage
+        ),
         forgotten=forgotten,
         restored_s=None if restored_us is None else restored_us / 1e6,
     )
@@ -217,10 +219,6 @@ def infos_of_log(
         restored = index.read(history.proven, [row.root for row in batch])
         for row in batch:
             yield info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored.get(row.root))
-
-
-def _lineage(edge: LineageEdge) -> Lineage:
-    return Lineage(edge.kind, edge.target.hex(), None if edge.note is None else _decoded_meta(edge.note))
 
 
 def _decoded_meta(data: bytes) -> Any:

@@ -319,7 +319,13 @@ def decode_ref(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
         if len(log) > MAX_LOG:
             raise ValueError(f"a log of {len(log)} moves")
         note = str(payload.get("note", ""))
-        signature = _decode_signature(payload["signature"]) if "signature" in payload else None
+        signature = None
+        if "signature" in payload:
+            match payload["signature"]:
+                case [int() as time_us, str() as author, bytes() as blob] if type(time_us) is int and blob:
+                    signature = TagSignature(time_us, author, blob)
+                case _:
+                    raise ValueError("a signature that is not a time, a name and bytes")
         if payload.get("signed_only", True) is not True:
             raise ValueError("signed_only is neither absent nor true")
     except (KeyError, TypeError, ValueError) as error:
@@ -340,13 +346,6 @@ def _decode_move(time_us: Any, old: Any, new: Any, action: Any, author: Any) -> 
         if one is not None and (not isinstance(one, bytes) or len(one) != DIGEST_BYTES):
             raise ValueError("a move from or to what is no id")
     return Move(time_us, old, new, action, author)
-
-
-def _decode_signature(given: Any) -> TagSignature:
-    match given:
-        case [int() as time_us, str() as author, bytes() as blob] if type(time_us) is int and blob:
-            return TagSignature(time_us, author, blob)
-    raise ValueError("a signature that is not a time, a name and bytes")
 
 
 def check_text(name: str, text: str) -> None:

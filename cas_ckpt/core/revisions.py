@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -309,12 +309,8 @@ def nearly(name: str, names: Iterable[str]) -> str | None:
 
     Numbers must agree: `run-1` and `run-2` are two names of one series.
     """
-    words = _words(name)
-    return next((other for other in names if other != name and _one_slip(words, _words(other))), None)
-
-
-def _words(name: str) -> list[str]:
-    return _WORDS.findall(name.casefold())
+    words = _WORDS.findall(name.casefold())
+    return next((one for one in names if one != name and _one_slip(words, _WORDS.findall(one.casefold()))), None)
 
 
 def _one_slip(words: Sequence[str], others: Sequence[str]) -> bool:
@@ -336,7 +332,7 @@ def _one_letter(one: str, other: str) -> bool:
     return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
 
 
-def _common(one: Collection[str], other: Collection[str]) -> int:
+def _common(one: str, other: str) -> int:
     """How many letters agree from the beginning on."""
     pairs = list(zip(one, other, strict=False))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))

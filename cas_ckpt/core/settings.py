@@ -11,6 +11,10 @@ where the settings are the user's own: folder and record belong to whoever asks.
 a host counts only if the user named it: in the address that he opened, or by `trusted_hosts`. A password is proven to a
 server in a way that it can try guesses on, and what S3 is sent shows the key id and the token of a session; so no
 connection is made before this was asked. docs/decisions/015 has the reasons.
+
+How pushes in the background ended is a record of its own, `tiers`, for `status`: absent until one fails, and no
+decision depends on it, as what waits is what the refs say. URLs in what an error said are written down without their
+passwords, keys and tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from cas_ckpt import clock
 from cas_ckpt.arguments import check_flags, check_path, one_text
 from cas_ckpt.core.config import SHORT
-from cas_ckpt.core.ref_store import change_record, read_record
+from cas_ckpt.core.ref_store import change_record, read_record, swap_record
 from cas_ckpt.core.refs import NONCE_BYTES, check_name
 from cas_ckpt.errors import (
     ConflictError,
@@ -39,7 +44,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.store import Store
-from cas_ckpt.storage.url import SECRET, reject_single_slash_url
+from cas_ckpt.storage.url import SECRET, reject_single_slash_url, without_secrets
 
 SETTINGS_KEY = "settings"
 
@@ -377,3 +382,81 @@ def _decode_remote(given: dict[str, Any]) -> Remote:
         if given.get(name, True) is not True:
             raise ValueError(f"{name} is neither absent nor true")
     return Remote(**given)
+
+
+# --- how the last push to each tier ended ------------------------------------------------------
+
+TIERS_KEY = "tiers"
+TIERS_VERSION = 1
+
+MAX_REASON = 1000
+"""Characters of what an error said that are kept."""
+
+MAX_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailure:
+    """The last push to a tier, which failed.
+
+    Attributes:
+        time_s: When, seconds since the epoch.
+        reason: What the error said.
+    """
+
+    time_s: float
+    reason: str
+
+
+def read_push_failures(store: Store) -> dict[str, PushFailure]:
+    """Remote -> its last push in the background, if that failed. What cannot be read says nothing: nothing needs it."""
+    try:
+        return _read_failures(store)[0]
+    except CorruptionError:
+        return {}
+
+
+def note_push(store: Store, remote: str, error: Exception | None) -> None:
+    """Remember how the push to `remote` ended; None: well, or it is no remote any more.
+
+    Raises:
+        ConflictError: others note theirs all the time.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            held, record = _read_failures(store)
+        except CorruptionError:
+            held, record = {}, store.get(TIERS_KEY)
+        wanted = {name: failure for name, failure in held.items() if name != remote}
+        if error is not None:
+            wanted[remote] = PushFailure(clock.now_s(), without_secrets(str(error))[:MAX_REASON])
+        elif wanted == held:
+            return
+        payload = {
+            "failures": [[name, int(one.time_s * 1e6), one.reason] for name, one in sorted(wanted.items())],
+            "nonce": secrets.token_bytes(NONCE_BYTES),
+        }
+        try:
+            swap_record(store, TIERS_KEY, record, seal("tiers", TIERS_VERSION, payload, key=TIERS_KEY))
+            return
+        except ConflictError:
+            continue
+    raise ConflictError(f"{TIERS_KEY} was changed {MAX_ATTEMPTS} times meanwhile: how the push ended is not noted")
+
+
+def _read_failures(store: Store) -> tuple[dict[str, PushFailure], bytes | None]:
+    return read_record(store, TIERS_KEY, _decode_failures, {}, version=TIERS_VERSION)
+
+
+def _decode_failures(payload: Mapping[str, Any]) -> dict[str, PushFailure]:
+    try:
+        found = {}
+        for name, time_us, reason in payload["failures"]:
+            if type(time_us) is not int or not isinstance(reason, str) or len(reason) > MAX_REASON:
+                raise TypeError("a failure that is not a name, a time and a text")
+            found[check_remote_name(name)] = PushFailure(time_us / 1e6, reason)
+        if len(found) > MAX_REMOTES:
+            raise ValueError("too many of them")
+        return found
+    except (KeyError, TypeError, ValueError, InvalidInputError) as error:
+        raise CorruptionError(f"{TIERS_KEY}: not how pushes ended: {error}: delete this record") from error

@@ -315,7 +315,7 @@ def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:
     container, entry = root, None
     for depth, name in enumerate(path):
         with naming_forgotten(handle, root):
-            entry = _child(handle, container, name)
+            entry = next((one for one in _page_for(handle, container, name) if one.name == name), None)
         if isinstance(entry, ContainerEntry):
             container = entry.node
         elif entry is None or depth + 1 < len(path):
@@ -324,11 +324,6 @@ def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:
             similar = did_you_mean(key, (render_key((*path[:depth], each.name)) for each in names))
             raise NotFoundError(f"there is no entry {key!r}{similar} ({there} is there): repo.ls(ref) lists the keys")
     return entry
-
-
-def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | None:
-    """The entry called `name` in one container."""
-    return next((entry for entry in _page_for(handle, container, name) if entry.name == name), None)
 
 
 def _page_for(handle: RepositoryHandle, container: Digest, name: Name) -> Sequence[Entry]:

@@ -5,12 +5,11 @@ what it did or found. Each method of `Repository`, and each command of the comma
 
     commit/       states become nodes and chunks, are written, and a ref is moved to the new commit
     checkout/     a commit's state is read into memory, in whatever layout it is wanted
-    refs.py       branches, tags and pins: made, renamed, deleted, brought back
+    refs.py       branches, tags and pins: made, renamed, deleted, brought back; who signed a commit or tag
     history/      questions about commits: log, show, lineage, usage
     diff/         how two commits differ
     sync/         commits travel between repositories: push, fetch, pull, clone
     retention/    which commits keep their data: rules, policies, forgetting
-    verify.py     who signed a commit or tag
     gc/           data that nothing needs is deleted, packs are rewritten
     fsck/         damage is found and repaired, the index is made anew
 

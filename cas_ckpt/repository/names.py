@@ -12,8 +12,7 @@ from cas_ckpt.repository.opened import Opened, given_key
 if TYPE_CHECKING:
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.core.signatures import SignedBranches
-    from cas_ckpt.ops.refs import PinInfo, RefMove
-    from cas_ckpt.ops.verify import SignedBytes, VerifyReport
+    from cas_ckpt.ops.refs import PinInfo, RefMove, SignedBytes, VerifyReport
     from cas_ckpt.signing import KeyFile, Trusted
 
 
@@ -219,7 +218,7 @@ class NameVerbs(Opened):
             file cannot be read.
         """
         check_flags(history=history)
-        from cas_ckpt.ops.verify import verify_revision
+        from cas_ckpt.ops.refs import verify_revision
         from cas_ckpt.signing import as_trust
 
         trusted = as_trust(trust)
@@ -233,7 +232,7 @@ class NameVerbs(Opened):
         Raises:
             NotFoundError: it is not signed.
         """
-        from cas_ckpt.ops.verify import signed_bytes
+        from cas_ckpt.ops.refs import signed_bytes
 
         return signed_bytes(self._handle, ref)
 

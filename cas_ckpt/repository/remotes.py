@@ -13,8 +13,8 @@ from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.push_failures import PushFailure
     from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.core.settings import PushFailure
     from cas_ckpt.ops.sync.bundle import BundleInfo
     from cas_ckpt.ops.sync.remotes import RemoteInfo, Tracked
     from cas_ckpt.ops.sync.send import SyncReport
@@ -223,9 +223,11 @@ class RemoteVerbs(Opened):
 
     def unpushed(self) -> dict[str, list[str]]:
         """Tier -> ids of commits of branches that it did not have when it was last asked; they cannot be forgotten."""
-        from cas_ckpt.core.push_failures import unpushed
+        if not self._handle.store.abilities.local:  # every log would take a request more; `status` says how many
+            return {}
+        from cas_ckpt.core.live import unpushed_by_tier  # brings SQLAlchemy, which a plain log does without
 
-        return unpushed(self._handle)
+        return {name: sorted(one.hex() for one in found) for name, found in unpushed_by_tier(self._handle).items()}
 
     def push_failures(self) -> dict[str, PushFailure]:
         """Tier that lacks commits -> when and why the last push of these failed, if it did.
@@ -233,9 +235,12 @@ class RemoteVerbs(Opened):
         It failed in whichever process; `time_s` are seconds since 1970, `reason` is what the error said, without
         passwords and keys. Tiers where the last push did not fail are left out.
         """
-        from cas_ckpt.core.push_failures import push_failures
+        from cas_ckpt.core.settings import read_push_failures
 
-        return push_failures(self._handle)
+        local = self._handle.store.abilities.local
+        failures = read_push_failures(self._handle.store) if local else {}
+        waiting = self.unpushed() if failures else {}
+        return {name: failure for name, failure in failures.items() if waiting.get(name)}
 
     def remotes(self) -> list[RemoteInfo]:
         """The other repositories that have names here, by name."""

@@ -9,8 +9,8 @@ import pytest
 
 from cas_ckpt import Repository
 from cas_ckpt.cli.output import EscapedLines, utc
-from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.refs import RefKind, ref_key
+from cas_ckpt.core.settings import TIERS_KEY
 from cas_ckpt.objects.digest import seal, unseal
 from tests.builders import commit, numbers
 from tests.cli.running import call

@@ -18,7 +18,7 @@ from cas_ckpt.core.signatures import SIGNERS_KEY, check_move, commit_signature, 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, SignatureError
 from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.objects.nodes import commit_node, decode_commit, split_signature
-from cas_ckpt.ops.verify import verify_revision
+from cas_ckpt.ops.refs import verify_revision
 from cas_ckpt.repository.opened import Ranks
 from cas_ckpt.signing import Verdict, as_trust
 from tests.builders import commit

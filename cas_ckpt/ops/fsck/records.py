@@ -13,10 +13,9 @@ from cas_ckpt.core import forgotten, protocol
 from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
 from cas_ckpt.core.live import ASIDE_PREFIX, known_commits
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
-from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.ref_store import DEFAULT_CHANGED_KEY, NAMES_PREFIX, RefStore, name_key
 from cas_ckpt.core.refs import Ref, RefKind
-from cas_ckpt.core.settings import SETTINGS_KEY
+from cas_ckpt.core.settings import SETTINGS_KEY, TIERS_KEY
 from cas_ckpt.core.signatures import SIGNERS_KEY
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, remembered

@@ -83,9 +83,8 @@ def quick_log(
     if "://" in place or limit == 0 or (revision is not None and reads_as_id(revision)):
         return None
     from cas_ckpt.core.forgotten import read_forgotten_leniently
-    from cas_ckpt.core.push_failures import TIERS_KEY
     from cas_ckpt.core.records import infos_of_log
-    from cas_ckpt.core.settings import SETTINGS_KEY
+    from cas_ckpt.core.settings import SETTINGS_KEY, TIERS_KEY
     from cas_ckpt.index import history
 
     store = FileStore(Path(place))

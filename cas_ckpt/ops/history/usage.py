@@ -32,10 +32,10 @@ from cas_ckpt.core.forgotten import forgotten_view, read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.protocol import live_sessions, read_gc_state
-from cas_ckpt.core.push_failures import PushFailure, read_push_failures
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.settings import PushFailure, read_push_failures
 from cas_ckpt.core.tree import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import entries, history, usage

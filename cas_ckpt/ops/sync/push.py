@@ -17,7 +17,7 @@ no collection takes their data.
 Invariant: refs there move forward only, unless it is said otherwise; the commits that they named before stay there, in
 their logs, for as long as any old target does. What is pending for a tier is what the store says: branches, and where
 they were there when it was last asked. An error ends nothing but that push; it is logged at once, raised by whoever
-waits, and written down for whoever looks later (core/push_failures.py).
+waits, and written down for whoever looks later (core/settings.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from cas_ckpt.core.forgotten import read_forgotten_leniently
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, check_meaning
-from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import Revision, current_branch, named_ref, resolve, revision_texts
-from cas_ckpt.core.settings import Remote, read_settings
+from cas_ckpt.core.settings import Remote, note_push, read_settings
 from cas_ckpt.core.units import PackShard
 from cas_ckpt.errors import AmbiguousIdError, CkptError, ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.memory import limits

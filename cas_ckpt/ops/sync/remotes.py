@@ -26,10 +26,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import graph_behind, graph_with, live_sets, promised_commits, promisors, read_graph
 from cas_ckpt.core.publish import take_away
-from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import REFS, Ref, RefKind, check_name, check_new_name
 from cas_ckpt.core.revisions import split_name
-from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url, read_settings, stored_url
+from cas_ckpt.core.settings import Remote, Settings, change_settings, check_url, note_push, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, PermissionDeniedError, shown_value
 from cas_ckpt.index import garbage
 from cas_ckpt.objects.digest import Digest, short

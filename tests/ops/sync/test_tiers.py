@@ -15,7 +15,7 @@ import torch
 
 from cas_ckpt import Policy, Repository, clock
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.push_failures import MAX_REASON, TIERS_KEY, note_push, read_push_failures
+from cas_ckpt.core.settings import MAX_REASON, TIERS_KEY, note_push, read_push_failures
 from cas_ckpt.errors import (
     ConflictError,
     InvalidInputError,
