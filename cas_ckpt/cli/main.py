@@ -47,9 +47,9 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "clone": Place("remotes", "clone", "Make a new repository with the commits of another one"),
     },
     "bring state in and out (commits of live state are made in Python: Repository.commit)": {
-        "import": Place("files", "import_", "Commit a .pt, .safetensors, Hugging Face or DCP folder"),
-        "export": Place("files", "export", "Write a commit as safetensors, torch.save or DCP"),
-        "checkout": Place("files", "checkout", "Write a commit's state to a file or folder"),
+        "import": Place("show", "import_", "Commit a .pt, .safetensors, Hugging Face or DCP folder"),
+        "export": Place("show", "export", "Write a commit as safetensors, torch.save or DCP"),
+        "checkout": Place("show", "checkout", "Write a commit's state to a file or folder"),
         "read": Place("show", "read", "Print one entry, or a slice of it"),
     },
     "examine the history": {
@@ -67,7 +67,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "sql": Place("history", "sql", "Ask the index in SQL"),
         "verify": Place("refs", "verify", "Say who signed a commit or tag, by keys that you trust"),
         "show": Place("show", "show", "Show one commit and what its state consists of"),
-        "diff": Place("diff", "diff", "Show how two commits differ: entries, chunks, numbers"),
+        "diff": Place("log", "diff", "Show how two commits differ: entries, chunks, numbers"),
         "ls": Place("show", "ls", "List the entries of a commit"),
         "find": Place("show", "find", "Find entries, and commits that hold them, in all of history"),
         "shards": Place("show", "shards", "Show which ranks held which region of the entries"),

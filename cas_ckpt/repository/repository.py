@@ -27,7 +27,6 @@ from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.commits import CommitVerbs
 from cas_ckpt.repository.names import NameVerbs
 from cas_ckpt.repository.opened import given_key, given_trust
-from cas_ckpt.repository.remotes import RemoteVerbs
 from cas_ckpt.repository.upkeep import UpkeepVerbs
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from cas_ckpt.training.verbs import CheckoutReport
 
 
-class Repository(CommitVerbs, NameVerbs, RemoteVerbs, UpkeepVerbs):
+class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
     """An open repository.
 
     A revision is what people write for a commit: a branch or tag, at least four digits of an
