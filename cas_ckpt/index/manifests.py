@@ -60,9 +60,11 @@ from cas_ckpt.objects.layouts import (
     Unexplained,
     Whole,
     holders_of,
+    num_ranks,
+    parse_runs,
+    runs_text,
 )
 from cas_ckpt.objects.nodes import EntryForm, NodeContent, RawTree, TensorNode, checked_shape
-from cas_ckpt.objects.rank_runs import num_ranks, parse_runs, runs_text
 from cas_ckpt.objects.spec import Box, Spec, mesh_text, parse_split
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 

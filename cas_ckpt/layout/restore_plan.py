@@ -26,7 +26,7 @@ from itertools import accumulate, combinations, pairwise
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
 from cas_ckpt.layout.holdings import Shard, Touch, touches
-from cas_ckpt.objects.rank_runs import runs_of
+from cas_ckpt.objects.layouts import runs_of
 from cas_ckpt.objects.spec import Box, Delivery, Grid, Spec, grid_for
 
 

@@ -7,8 +7,7 @@ How a state becomes bytes:
 3. plain values become bytes: `values.py`, `structures.py`
    (registered types, named tuples, dataclasses, and what stands for those that nobody registered)
 4. tensors, containers and commits become nodes, named by their bytes: `nodes.py`; who held what becomes a layout:
-   `layouts.py`, its ranks as runs: `rank_runs.py`; the one form that each has in msgpack, and the sealed records of
-   config, refs and gc: `digest.py`
+   `layouts.py`; the one form that each has in msgpack, and the sealed records of config, refs and gc: `digest.py`
 5. chunks and nodes become entries of packs: `pack.py` (with what meta packs say besides, to spare readers requests);
    how the bytes of a chunk are compressed there: `codec.py`
 

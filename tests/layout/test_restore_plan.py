@@ -21,7 +21,7 @@ from cas_ckpt.layout.restore_plan import (
     rank_totals,
     summarize,
 )
-from cas_ckpt.objects.rank_runs import runs_of
+from cas_ckpt.objects.layouts import runs_of
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split, grid_for
 from tests.layout.drawing import wants
 from tests.searches import tries

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.objects.rank_runs import RankSet, checked_runs, flat_runs, parse_runs, ranks_of, runs_of, runs_text
+from cas_ckpt.objects.layouts import RankSet, checked_runs, flat_runs, parse_runs, ranks_of, runs_of, runs_text
 
 RANKS = st.lists(st.integers(0, 30), max_size=14)
 

@@ -27,9 +27,8 @@ from cas_ckpt.index.rows import CommitRow, storable
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.memory import check_entries
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.layouts import Division, Holders, holders_of, is_nameable
+from cas_ckpt.objects.layouts import Division, Holders, RankSet, holders_of, is_nameable
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.rank_runs import RankSet
 from cas_ckpt.objects.spec import Box, BoxPlacement, Grid
 
 _MOST_KNOWN = 1 << 18

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from cas_ckpt.errors import InvalidInputError, TooLargeError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.memory import limits
-from cas_ckpt.objects.layouts import Division
-from cas_ckpt.objects.rank_runs import RankSet
+from cas_ckpt.objects.layouts import Division, RankSet
 from cas_ckpt.objects.spec import Box, BoxPlacement, Grid
 from cas_ckpt.ops.history.shards import HeldRegion, held_regions, most_pieces
 from tests.divided import mesh, over
