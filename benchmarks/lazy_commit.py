@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.harness.page import forget_all_but_one, heading, run, verdict
 from cas_ckpt import Repository, limits
-from cas_ckpt.training.background.lazy import hold_steps, let_steps
+from cas_ckpt.training.background.commits import hold_steps, let_steps
 
 WANTED_LONGER = 0.02
 """Most that the steps around it may be longer."""

@@ -23,9 +23,8 @@ A load goes
 
 Files:
 
-    writer.py       `CasStorageWriter`
+    writer.py       `CasStorageWriter`; copies of states for `dcp.async_save`, each in memory of its own
     reader.py       `CasStorageReader`; a commit in the words of DCP: `Metadata` by flat name
-    staging.py      copies of states for `dcp.async_save`, each in memory of its own
     tree.py         a rank's part of a save as a tree; `CasSavePlanner`, `CasLoadPlanner`
     names.py        the entries of a commit by DCP's flat names, its optimizers by those of targets
     group.py        the ranks that save together, whose turn it is, and which repository

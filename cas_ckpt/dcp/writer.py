@@ -3,17 +3,23 @@
 How a save goes (DCP calls, on all ranks unless said otherwise):
 
 0. `stage` (async_save without a stager, in the caller's thread): waits for the saves before it and for the pending
-   commits of an open repository, and copies the state into memory of this save (dcp/staging.py).
+   commits of an open repository, and copies the state into memory of this save.
 1. `storage_meta`: a save that was not staged waits likewise. `set_up_storage_writer`: the repository is looked at.
 2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
    a plan for other ranks than the writer's is refused before anything is written.
 3. `write_data`: this rank's tree is made (dcp/tree.py) and committed together with the others.
 4. `finish` on the coordinator: results are held against the plan, `metadata` is filled in.
 
+How a state is copied: `stage_state` takes one arena for all storages of the state's tensors. torch's own stager copies
+the structure; the storages it copies go into the arena, and what it finds besides (tensors inside of objects) gets new
+memory. When the last tensor over an arena is gone, the next call takes it back, warm.
+
 Invariant: the commit is published inside step 3, by the collective commit, which succeeds on
 all ranks or raises on all. It needs no `finish` to be whole: DCP calls that on one rank only,
 skips it if any rank failed, and by then no rank may have failed that the commit does not know
-of. What a save leaves in plans (which DCP caches and hands to later saves) is nothing.
+of. What a save leaves in plans (which DCP caches and hands to later saves) is nothing. Memory that a save, a planner
+or a failed save's error still refers to is never written again: two copies that overlap in time keep their own values,
+however long DCP holds them.
 """
 
 from __future__ import annotations
@@ -22,12 +28,16 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -52,17 +62,108 @@ from cas_ckpt.dcp.group import (
     world_size,
 )
 from cas_ckpt.dcp.names import module_states
-from cas_ckpt.dcp.staging import stage_state
 from cas_ckpt.dcp.tree import tree_of
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, translates_memory_errors
-from cas_ckpt.memory import current_limits, holding
+from cas_ckpt.held_signals import held_signals
+from cas_ckpt.memory import aligned, current_limits, holding
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.options import DEFAULT_AUDIT
 from cas_ckpt.ops.commit.request import CommitRequest, checked_fields
 from cas_ckpt.ops.refs import create_tag
 from cas_ckpt.parallel.peers import Peers, SoloPeers, collective_errors, error_text
+from cas_ckpt.training.capture.tensors import locals_of
+from cas_ckpt.training.device.copies import pin, unpin
 from cas_ckpt.training.stateful import module_versions
+from cas_ckpt.training.torch_internals import stager_class
+from cas_ckpt.transfer.staging import GRANULE_BYTES, Arena, StagingPool
+
+# --- copies for async_save ---------------------------------------------------------------------
+
+Storages: TypeAlias = dict[tuple[torch.device, int], torch.UntypedStorage]
+"""By device and address."""
+
+
+class _Arenas:
+    """The arenas of all such copies of this process."""
+
+    def __init__(self) -> None:
+        # What is staged is the caller's, who may fork and read it there.
+        self._pool = StagingPool(kept_by_children=True, prepare=pin, dismiss=unpin)
+        self._lock = threading.RLock()
+        self._taken_bytes = 0
+        # Finalizers run wherever memory happens to be freed, also inside of the pool: they only note what is over.
+        self._over: deque[Arena] = deque()
+
+    def rooms(self, storages: Storages) -> Storages:
+        """Memory for each of them, by the same keys; undefined bytes."""
+        wanted = sum(aligned(storage.nbytes()) for storage in storages.values())
+        if not wanted:
+            return {}
+        with held_signals(), self._lock:
+            while self._over:
+                arena = self._over.popleft()
+                self._taken_bytes -= arena.num_bytes
+                self._pool.give(arena)
+            # As much as it takes: all of the state is copied. What is warm and free beyond that is unmapped.
+            needed = -(-wanted // GRANULE_BYTES) * GRANULE_BYTES
+            budget = max(self._taken_bytes + needed, self._pool.held_bytes)
+            taken = self._pool.take(wanted, budget_bytes=budget)
+            if taken is None:
+                return {}
+            self._taken_bytes += taken.num_bytes
+            left = list(range(len(storages)))
+            return {key: self._lent(taken, storage.nbytes(), left) for key, storage in storages.items()}
+
+    def _lent(self, arena: Arena, num_bytes: int, left: list[int]) -> torch.UntypedStorage:
+        """A storage in `arena`, which is over when all of `left` are gone."""
+        _, memory = arena.room(num_bytes)
+        weakref.finalize(memory, partial(self._gone, arena, left)).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def _gone(self, arena: Arena, left: list[int]) -> None:
+        if left.pop() == 0:  # one step, which no other thread's comes between: the last one gets the 0
+            self._over.append(arena)
+
+
+_arenas = _Arenas()
+
+
+def stage_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `state` on the host: the same structure, other memory; what shared a storage shares one.
+
+    Raises:
+        UnsupportedVersionError: this version of torch has no stager.
+    """
+    storages: Storages = {}
+    for tensor in _tensors_in(state):
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.device, storage.data_ptr()] = storage
+    rooms = _arenas.rooms(storages)
+
+    def room_for(storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        room = rooms.get((storage.device, storage.data_ptr()))
+        return room if room is not None and room.nbytes() == storage.nbytes() else None
+
+    copier = stager_class()(room_for)
+    try:
+        staged: dict[str, Any] = copier.stage(state)
+    finally:
+        copier.close()
+    return staged
+
+
+def _tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """Strided tensors with memory, in dicts, lists and tuples; of divided ones the local parts."""
+    if isinstance(value, torch.Tensor):
+        yield from locals_of(value)
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in inside:
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(child, inside | {id(value)})
+
+
+# --- saves --------------------------------------------------------------------------------------
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -5,11 +5,11 @@ hashed; the tree is committed like any state (ops/commit). An export names and o
 lets all files appear together, whole, or not at all.
 
     safetensors.py        headers, read with suspicion and written as the library does; shards
-    models.py, names.py   model folders; names in live objects, wrappers, adapters of PEFT
+    models.py             model folders; names in live objects, wrappers, adapters of PEFT
     folders.py            files of an import and an export, whatever their format
     torch_file.py         files of torch.save
     pickles.py            pickles of strangers, read without running anything
-    dcp_metadata.py, dcp_import.py, dcp_export.py   folders of torch.distributed.checkpoint's own files
+    dcp_folders.py        folders of torch.distributed.checkpoint's own files, in and out; dcp_metadata.py: their names
 
 Invariant: no code in a file is run, nothing that a file says is believed, and memory is a buffer for each thread,
 whatever the size of the files. Must not know the command line or the class `Repository`.

@@ -35,6 +35,8 @@ from cas_ckpt.core.tree import load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.folders import FileSource, InputFile, OutputFiles, ReadScratch
 from cas_ckpt.formats.models import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     FILES,
     INDEX_SUFFIX,
     METADATA,
@@ -42,11 +44,11 @@ from cas_ckpt.formats.models import (
     ModelFiles,
     is_plain_name,
     placed,
+    read_adapter,
     read_json_object,
     read_side_file,
     side_items,
 )
-from cas_ckpt.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
 from cas_ckpt.memory import check_memory
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import MAX_DIMENSIONS

@@ -25,17 +25,21 @@ from cas_ckpt.core.revisions import Revision, resolve_trusted
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import is_dcp_folder
 from cas_ckpt.formats.models import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     MODEL,
     SUFFIXES,
     ModelFiles,
     files_beside,
     find_model,
     naming,
+    read_adapter,
     read_side_file,
+    renamed,
     side_items,
     under_prefix,
+    without_wrappers,
 )
-from cas_ckpt.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter, renamed, without_wrappers
 from cas_ckpt.formats.safetensors import ExportInfo, export_safetensors, model_tree
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, Name
@@ -62,7 +66,7 @@ def import_any(
         prefix: The key under which it goes, e.g. "base/model"; the top if empty.
         follow_links: Read what symbolic links in a folder lead to outside of it.
         adapter: What the live model calls the adapter that a folder of PEFT holds.
-        keep_names: Name tensors as the files do, and not as a live object does (formats/names.py).
+        keep_names: Name tensors as the files do, and not as a live object does (formats/models.py).
 
     Raises:
         InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
@@ -103,7 +107,7 @@ def read_state(
     Tensors are read when they are asked for.
     """
     if is_dcp_folder(path):
-        from cas_ckpt.formats.dcp_import import folder_tree
+        from cas_ckpt.formats.dcp_folders import folder_tree
 
         folder = Path(path)
         tree, saved = folder_tree(folder, allow_pickle=allow_pickle, follow_links=follow_links)
@@ -221,7 +225,7 @@ def export_any(
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
     if chosen == "dcp":
-        from cas_ckpt.formats.dcp_export import export_dcp
+        from cas_ckpt.formats.dcp_folders import export_dcp
 
         return export_dcp(handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress)
     if max_shard_bytes is not None:

@@ -20,7 +20,7 @@ from tests.interrupts import interrupted, places_in
 from tests.repository.test_signals import Signalling, calling, handled
 
 STATE = {"w": torch.arange(500.0)}
-WITH_LOCKS = ("dcp/group.py", "dcp/staging.py")
+WITH_LOCKS = ("dcp/group.py", "dcp/writer.py")
 
 
 def saved(repo: Repository) -> None:

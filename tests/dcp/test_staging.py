@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from cas_ckpt.dcp import staging
-from cas_ckpt.dcp.staging import stage_state
+from cas_ckpt.dcp import writer
+from cas_ckpt.dcp.writer import stage_state
 
 
 @pytest.fixture(autouse=True)
 def _own_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    monkeypatch.setattr(staging, "_arenas", staging._Arenas())
+    monkeypatch.setattr(writer, "_arenas", writer._Arenas())
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -94,9 +94,9 @@ def test_memory_of_which_two_threads_drop_the_last_parts_at_once_is_given_back_o
             both.wait(10)
             return found
 
-    monkeypatch.setattr(staging._arenas, "_over", over := [])
+    monkeypatch.setattr(writer._arenas, "_over", over := [])
     left, arena = Left(range(2)), object()
-    threads = [threading.Thread(target=staging._arenas._gone, args=(arena, left)) for _ in range(2)]
+    threads = [threading.Thread(target=writer._arenas._gone, args=(arena, left)) for _ in range(2)]
     for each in threads:
         each.start()
     for each in threads:
@@ -109,7 +109,7 @@ def test_what_is_warm_does_not_grow_from_save_to_save() -> None:
     held = []
     for _ in range(4):
         stage_state(state)
-        held.append(staging._arenas._pool.held_bytes)
+        held.append(writer._arenas._pool.held_bytes)
     assert held == held[:1] * 4
 
 
@@ -140,4 +140,4 @@ def test_of_a_divided_tensor_the_local_part_is_copied() -> None:
     assert isinstance(copy, DTensor) and copy.placements == divided.placements
     divided._local_tensor.zero_()
     assert torch.equal(copy.to_local(), torch.arange(8.0))
-    assert staging._arenas._taken_bytes > 0
+    assert writer._arenas._taken_bytes > 0

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint._extension import ZStandard
 
 from cas_ckpt import CommitOptions, MemoryBudgetError, Repository, limits
-from cas_ckpt.formats.dcp_import import folder_tree
+from cas_ckpt.formats.dcp_folders import folder_tree
 from cas_ckpt.objects.spec import Box, grid_for
 from cas_ckpt.objects.state import TensorItem, walk
 from cas_ckpt.ops.commit.save import measure
@@ -25,8 +25,8 @@ IN_AND_OUT = """
 import sys
 from pathlib import Path
 import torch.distributed.checkpoint                   # its own memory is not what is measured
-import cas_ckpt.formats.dcp_import
-import cas_ckpt.formats.dcp_export
+import cas_ckpt.formats.dcp_folders
+import cas_ckpt.formats.dcp_folders
 from cas_ckpt import limits
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.ops.commit.request import CommitRequest

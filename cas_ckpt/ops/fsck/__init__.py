@@ -11,8 +11,7 @@ The story of a repair (`repair.py`):
     1. config, gc/state and records, in `repair.py` itself: nothing can be opened without them
     2. `repair_packs.py`: lost objects are brought from other repositories, damaged packs taken out of use,
        after their intact objects were copied into new ones
-    3. `repair_refs.py`: refs that are damaged or lost are made again
-    4. the index is made anew from the packs, in `repair.py` again
+    3. refs that are damaged or lost are made again, and the index from the packs, in `repair.py` again
 
 Invariant: a check changes nothing but the scrub log and an index that is behind; a repair removes nothing intact.
 Both work on a repository that cannot be opened.

@@ -2,7 +2,7 @@
 
     1. config, gc state, records: without these nothing can be opened
     2. packs, chunks                                                  (ops/fsck/repair_packs.py)
-    3. refs, whose targets must be whole by now                       (ops/fsck/repair_refs.py)
+    3. refs, whose targets must be whole by now
     4. index: a new one is made beside the old one from the directories of all packs and the nodes of meta packs; it
        catches up with what came or went meanwhile, and takes the place of the old one, in one step. What the old one
        remembers and packs do not say (refs, scrubs, plans) is kept
@@ -20,6 +20,13 @@ when it is asked for by name, because it cannot be known whether a collection wa
     the record was damaged, it goes on deleting packs that writers now rely on. So no `cas-ckpt gc` may be
     running anywhere: only people can know that. While the record is damaged none can start.
 
+**A ref** that is damaged or lost is made again, naming a commit that is known to be right: what the caller chose; else,
+in another copy of this repository (same store id), the ref of that name; in a clone, what it remembers of the branch
+(`origin/main`), or its own ref of that name. A clone with one remote has tags of this repository: the log of each says
+that it was fetched. Else the candidates are reported, with the command that chooses one: a guess is never written. As
+in core/publish.py the ref's stored bytes are read, then gc/state, then the target is seen to be whole, then the bytes
+are swapped.
+
 Invariant: everything is additive until it is verified, nothing intact is ever removed, damaged bytes are replaced
 only if they still are what was read. Whatever dies on the way leaves a repository no worse than it was, which can be
 repaired again. At any moment others see the old index or the new one. Works on one that cannot be opened.
@@ -28,7 +35,7 @@ repaired again. At any moment others see the old index or the new one. Works on 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +43,35 @@ from pathlib import Path
 from cas_ckpt.arguments import RepairKind
 from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
-from cas_ckpt.core.forgotten import decode_forgotten
+from cas_ckpt.core.forgotten import decode_forgotten, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
-from cas_ckpt.core.live import ASIDE_PREFIX
+from cas_ckpt.core.live import (
+    ASIDE_PREFIX,
+    Graph,
+    known_commits,
+    orphan_name,
+    packs_were_set_aside,
+    promised_commits,
+    promisors,
+    read_graph,
+)
 from cas_ckpt.core.packs import add_all_packs, catching_up, refill
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
-from cas_ckpt.core.refs import Generation
+from cas_ckpt.core.publish import publish_lost_ref
+from cas_ckpt.core.ref_store import NAMES_PREFIX, name_record
+from cas_ckpt.core.refs import (
+    PLACEHOLDER_GENERATION,
+    Generation,
+    Move,
+    Ref,
+    RefKind,
+    TagSignature,
+    default_author,
+    new_move,
+    ref_key,
+)
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.core.shared_index import note_folder
 from cas_ckpt.errors import (
     CkptError,
@@ -51,10 +81,12 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import remembered, usage
+from cas_ckpt.index import history, remembered, usage
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import CatchUp, Index, index_beside, replace_file, replace_rows
+from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.index.rows import IndexStats
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.check import open_index
 from cas_ckpt.ops.fsck.records import (
@@ -63,16 +95,307 @@ from cas_ckpt.ops.fsck.records import (
     check_records,
     is_sealed,
     read_refs,
+    ref_keys,
+    ref_name,
     refs_ever_made,
+    remembered_refs,
     should_be_sealed,
 )
 from cas_ckpt.ops.fsck.repair_packs import open_source, repair_packs
-from cas_ckpt.ops.fsck.repair_refs import repair_refs
-from cas_ckpt.ops.fsck.report import Findings, RepairLog, RepairReport, RepairRequest
+from cas_ckpt.ops.fsck.report import Findings, RepairLog, RepairReport, RepairRequest, repair_command
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore, is_no_file, move_aside
 from cas_ckpt.storage.store import Store, is_key
 from cas_ckpt.storage.url import open_store
+
+# --- refs -----------------------------------------------------------------------------------
+
+CLONED_FROM = "origin"
+"""Name that a clone gives to the repository that it copied."""
+
+_ATTEMPTS = 10
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _BrokenRef:
+    """A ref that cannot be read; `record` are the bytes that are stored, None if it is lost."""
+
+    kind: RefKind
+    name: str
+    record: bytes | None
+
+    @property
+    def key(self) -> str:
+        return ref_key(self.kind, self.name)
+
+    @property
+    def full_name(self) -> str:
+        return self.kind.value + self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The new content of a ref, and its source."""
+
+    target: Digest | None
+    origin: str
+    moves: tuple[Move, ...] = ()
+    note: str = ""
+    signature: TagSignature | None = None
+
+
+def repair_refs(
+    handle: RepositoryHandle, sources: Sequence[RepositoryHandle], choices: Mapping[str, str], log: RepairLog
+) -> None:
+    """Make damaged refs again, and those that another copy of this repository has and this one has not.
+
+    Args:
+        choices: Key of a ref ("refs/heads/main", "main" for a branch) -> revision that it is to name.
+    """
+    chosen = {
+        name if name.startswith("refs/") else RefKind.BRANCH.value + name: revision
+        for name, revision in choices.items()
+    }
+    handle.sync()  # the index may be new, for the old one may be lost, too
+    broken: dict[str, _BrokenRef] = {}
+    for ref in _broken_refs(handle, sources, chosen):
+        broken.setdefault(ref.full_name, ref)
+    for ref in reversed(broken.values()):
+        _repair_ref(handle, ref, sources, chosen, log)
+    _repair_names(handle, log)
+    _report_orphans(handle, log)
+
+
+def _broken_refs(
+    handle: RepositoryHandle, sources: Sequence[RepositoryHandle], chosen: Mapping[str, str]
+) -> Iterator[_BrokenRef]:
+    """Refs whose record cannot be read; then those that have none, not even that of a deleted ref.
+
+    These are the ones that another copy of this repository has, or a clone remembers, that the caller names, and that
+    the store or the index says were made.
+    """
+    stored = _names(handle)
+    for kind, name in stored:
+        try:
+            handle.refs.get(kind, name)
+        except CorruptionError:
+            yield _BrokenRef(kind, name, handle.store.get(ref_key(kind, name)))
+        except CkptError:
+            continue  # gone, or of a name or version that is not for this repair: fsck reports it
+    for source in sources:
+        if source.config.store_id == handle.config.store_id:
+            yield from (_BrokenRef(kind, name, None) for kind, name in _names(source) if (kind, name) not in stored)
+        for name in _remembered(handle, source):
+            if (RefKind.BRANCH, name) not in stored:
+                yield _BrokenRef(RefKind.BRANCH, name, None)
+        for name in _fetched_tags(handle, source):
+            if (RefKind.TAG, name) not in stored:
+                yield _BrokenRef(RefKind.TAG, name, None)
+    for full in chosen:
+        for kind in RefKind:
+            if full.startswith(kind.value) and (kind, full.removeprefix(kind.value)) not in stored:
+                yield _BrokenRef(kind, full.removeprefix(kind.value), None)
+    for key in sorted(refs_ever_made(handle.store, handle.index) - {ref_key(*each) for each in stored}):
+        for kind in RefKind:
+            if key.startswith(kind.value):
+                yield _BrokenRef(kind, ref_name(kind, key), None)
+
+
+def _remembered(handle: RepositoryHandle, source: RepositoryHandle) -> dict[str, Ref]:
+    """Branch of this repository -> what `source`, a clone of it, remembers of it, if that commit is here."""
+    if source.config.store_id == handle.config.store_id:
+        return {}
+    place = handle.store.root if isinstance(handle.store, FileStore) else None
+    try:
+        remotes = read_settings(source.store).remotes
+        refs = list(source.refs.list(RefKind.REMOTE))
+    except CkptError:
+        return {}
+    ours = [one.name for one in remotes if one.url in (handle.store.url, str(place))] or [CLONED_FROM]
+    graph = read_graph(handle)
+    return {
+        ref.name.removeprefix(f"{name}/"): ref
+        for name in ours for ref in refs if ref.name.startswith(f"{name}/") and ref.target and ref.target in graph
+    }  # fmt: skip
+
+
+def _fetched_tags(handle: RepositoryHandle, source: RepositoryHandle) -> list[str]:
+    """Tags that `source`, a clone of this repository alone, fetched and did not move since."""
+    if source.config.store_id == handle.config.store_id:
+        return []
+    try:
+        if len(read_settings(source.store).remotes) != 1:
+            return []
+        refs = list(source.refs.whole(RefKind.TAG))
+    except CkptError:
+        return []
+    graph = read_graph(handle)
+    came = [ref for ref in refs if ref.log and ref.log[-1].action.startswith(("fetch: ", "clone: ", "pull: "))]
+    return [ref.name for ref in came if ref.target is not None and ref.target in graph]
+
+
+def _names(handle: RepositoryHandle) -> dict[tuple[RefKind, str], None]:
+    return {(kind, name): None for kind, _, name in ref_keys(handle.store) if name is not None}
+
+
+def _repair_ref(
+    handle: RepositoryHandle, ref: _BrokenRef, sources: Sequence[RepositoryHandle], chosen: Mapping[str, str],
+    log: RepairLog,
+) -> None:  # fmt: skip
+    try:
+        content = _decide(handle, ref, sources, chosen.get(ref.full_name))
+    except NotFoundError as error:
+        log.leave("refs", ref.key, f"{error}; {_candidates(handle, ref.full_name)}")
+        return
+    if not log.dry_run:
+        try:
+            _write(handle, ref, content)
+        except NotFoundError as error:
+            log.leave("refs", ref.key, f"{error}; repair chunks first, with --from")
+            return
+    target = short(content.target) if content.target else "nothing, as a deleted ref does"
+    log.did("refs", ref.key, f"names {target} ({content.origin})")
+
+
+def _decide(
+    handle: RepositoryHandle, ref: _BrokenRef, sources: Sequence[RepositoryHandle], choice: str | None
+) -> _Content:
+    """The new content of the ref.
+
+    Raises:
+        NotFoundError: that is not known for certain.
+    """
+    if choice is not None:
+        return _Content(resolve(handle, choice), f"chosen: {choice}")
+    for source in sources:
+        try:
+            remembered = _remembered(handle, source) if ref.kind is RefKind.BRANCH else {}
+            found = remembered.get(ref.name) or source.refs.get(ref.kind, ref.name)
+        except CkptError:
+            continue
+        if found.target is not None or source.config.store_id == handle.config.store_id:
+            graph = read_graph(handle)
+            known = [move for move in found.log if all(one is None or one in graph for one in (move.old, move.new))]
+            what = f"as in {source.store.url}" if found.kind is ref.kind else f"as {found.name} of {source.store.url}"
+            return _Content(
+                found.target, what, tuple(known) if found.kind is ref.kind else (), found.note, found.signature
+            )
+    raise NotFoundError(f"nothing says for certain what {ref.kind.label} {ref.name!r} named")
+
+
+def _candidates(handle: RepositoryHandle, full_name: str) -> str:
+    """Commits that nothing follows, the youngest first, and how to choose one."""
+    graph = read_graph(handle)
+    found = (handle.index.read(history.read_commit, digest) for digest in graph.tips(graph.commits))
+    rows = sorted(filter(None, found), key=lambda row: -row.time_us)
+    shown = ", ".join(f"{row.digest.hex()[:12]} ({row.message[:40]!r})" for row in rows[:_MOST_NAMED])
+    best = rows[0].digest.hex()[:12] if rows else "COMMIT"
+    command = repair_command(handle.store, "refs", f"--ref {full_name}={best}")
+    return f"commits that no other follows: {shown or 'none'}. Choose one: {command}"
+
+
+def _write(handle: RepositoryHandle, ref: _BrokenRef, content: _Content) -> None:
+    kind, name, target = ref.kind, ref.name, content.target
+    move = new_move(None, target, f"repaired: {content.origin}", default_author())
+    if ref.record is None:
+        if target is not None:
+            publish_lost_ref(
+                handle, kind, name, target, move=move, note=content.note or None, signature=content.signature
+            )
+        return
+    for _ in range(_ATTEMPTS):
+        generation = handle.begin_writing()
+        if handle.store.get(ref.key) != ref.record:
+            raise ConflictError(f"{kind.label} {name!r} was written by another process meanwhile: check again")
+        state = read_gc_state(handle.store)  # asked AFTER the ref was read
+        if not handle.is_current(state, generation):
+            continue
+        if target is not None:
+            _require_kept(handle, target, state.condemned)
+        old = Ref(kind, name, None, PLACEHOLDER_GENERATION, content.moves, ref.record)
+        handle.refs.swap(old, target, generation=generation, move=move, note=content.note, signature=content.signature)
+        return
+    raise ConflictError(f"garbage collections began {_ATTEMPTS} times while {name!r} was set: try again")
+
+
+def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collection[str]) -> None:
+    """Refuse a commit that is not whole, or of whose history something is about to be collected.
+
+    Other refs may be damaged too, so none of them is asked (as `require_complete` would).
+
+    Raises:
+        NotFoundError: the one or the other.
+    """
+    graph = read_graph(handle)
+    integrity = IntegrityView(handle.index)
+    if target not in graph:
+        raise NotFoundError(f"commit {short(target)} is not here")
+    incomplete = integrity.incomplete(integrity.referred_only() | integrity.in_parts(), UnusableParts())
+    refs, _ = read_refs(handle.store, Findings(handle.store))
+    commits = promised_commits(graph, refs, promisors(handle.store))
+    incomplete -= integrity.promised(incomplete, {graph.commits[commit].root for commit in commits})
+    if not _need_none(integrity, graph, [target], integrity.above(incomplete)):
+        raise NotFoundError(f"commit {short(target)} is not whole")
+    dying = integrity.incomplete(integrity.in_packs(condemned), UnusableParts(frozenset(condemned)))
+    if not _need_none(integrity, graph, graph.ancestors([target]), integrity.above(dying), may_be_unknown=True):
+        raise NotFoundError(f"commit {short(target)} needs what is about to be collected")
+
+
+def _need_none(
+    integrity: IntegrityView, graph: Graph, commits: Iterable[bytes], wrong: set[int], *, may_be_unknown: bool = False
+) -> bool:
+    """Whether none of the commits, nor their trees and layouts, is among the objects `wrong`.
+
+    Args:
+        may_be_unknown: Objects that the index does not know at all do not matter.
+    """
+    links = graph.commits
+    named = [one for digest in commits for one in (digest, links[digest].root, links[digest].layout) if one]
+    numbers = integrity.numbers(named)
+    return all(numbers.get(one) not in wrong and (may_be_unknown or one in numbers) for one in named)
+
+
+# --- names, and commits that nothing leads to -----------------------------------------------
+
+
+def _repair_names(handle: RepositoryHandle, log: RepairLog) -> None:
+    """Write the damaged records of names anew: their key is all that they say."""
+    for key in [key for key, _ in handle.store.list(NAMES_PREFIX)]:
+        if handle.store.get(key) != name_record(key):
+            if not log.dry_run:
+                handle.store.put(key, name_record(key))
+            log.did("refs", key, "says again that the ref exists")
+
+
+def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
+    """Report commits that nothing leads to: a person decides."""
+    handle.sync()
+    graph = read_graph(handle)
+    remembered = {row.target for row in remembered_refs(handle.index).values()}
+    try:
+        known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
+    except CorruptionError:
+        return  # records are damaged still, which is reported already: so it is not known what is named
+    handle.sync()
+    lost = bool(handle.damaged) or packs_were_set_aside(handle.store)
+    for digest in graph.tips(graph.orphans(known, remembered, now=read_graph(handle), packs_lost=lost)):
+        row = handle.index.read(history.read_commit, digest)
+        message = "" if row is None else f" {row.message[:40]!r}"
+        keep = repair_command(handle.store, "refs", f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
+        if ref_key(RefKind.BRANCH, orphan_name(digest)) in {one.where for one in log.left}:
+            keep = "repair what was said of its branch first"
+        elif holes := graph.unknown_parents(graph.ancestors([digest])):
+            missing = short(next(iter(holes)))
+            keep = f"bring {missing}, which is in no pack, first: {repair_command(handle.store, 'chunks')}"
+        log.leave(
+            "refs", f"commit {short(digest)}",
+            f"nothing leads to it{message}: to keep it and what it follows, {keep}; to give it up, cas-ckpt forget "
+            f"{short(digest)}",
+        )  # fmt: skip
+
+
+# --- the whole ------------------------------------------------------------------------------
 
 GENERATION_MARGIN = 1000
 """How many more collections may have begun than refs and index have seen."""

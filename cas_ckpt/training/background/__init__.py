@@ -6,10 +6,8 @@
     3. pending.py: `PendingCommit`, which the caller gets, and the queue: one thread a repository makes the commits, in
        the order of the calls; the interpreter's end waits
 
-With `snapshot="lazy"` a thread goes on staging after the call:
-
-    lazy.py      what is staged now, what later, and the thread; every step of an optimizer waits for it
-    changes.py   what of a state only optimizers change, and changes that no hook sees
+With `snapshot="lazy"` a thread goes on staging after the call, and every step of an optimizer waits for it; changes.py
+finds what of a state only optimizers change, and changes that no hook sees.
 
 Where more ways plug in:
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cas_ckpt import CkptError, CommitOptions, Repository, RNGState
-from cas_ckpt.training.background import lazy
+from cas_ckpt.training.background.commits import _Stager
 from cas_ckpt.training.background.staged import Snapshot
 from tests.ranks import die
 from tests.training.training_cases import ddp, fsdp, plain, train, whole
@@ -62,13 +62,13 @@ def commits(path: str) -> dict[str, Any]:
 def lazily(path: str, worker: str) -> dict[str, Any]:
     """Roots of lazy commits while training steps on; and a change on rank 1 that no hook sees."""
     rank, found, go_on = dist.get_rank(), dict[str, Any](), threading.Event()
-    run, check = lazy._Stager._run, Snapshot.check
+    run, check = _Stager._run, Snapshot.check
 
     def run_when_told(stager: Any) -> None:
         go_on.wait(60)
         run(stager)
 
-    lazy._Stager._run = run_when_told  # type: ignore[method-assign]
+    _Stager._run = run_when_told  # type: ignore[method-assign]
     with Repository.open(path, timeout_s=60) as repo:
         for kind, make in {"fsdp": lambda: fsdp(2), "ddp": ddp}.items():
             model, optim = make()

@@ -14,7 +14,7 @@ import torch
 
 from cas_ckpt import CommitOptions, Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError, CancelledError, StillPendingError, TooLargeError
-from cas_ckpt.training.background import lazy, staged
+from cas_ckpt.training.background import commits, staged
 from cas_ckpt.training.background.staged import Snapshot
 from cas_ckpt.transfer import staging
 from tests.meddling import held_elsewhere
@@ -33,7 +33,7 @@ def repo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
     monkeypatch.setattr(staging, "GRANULE_BYTES", 4096)  # small states that do not fit their staging memory
     with new_repo() as made:
         yield made
-    assert not lazy._held
+    assert not commits._held
 
 
 def root_of(training: Training) -> str:
@@ -52,13 +52,13 @@ class HeldStager:
         _RUN(stager)
 
 
-_RUN = lazy._Stager._run
+_RUN = commits._Stager._run
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldStager]:
     stager = HeldStager()
-    monkeypatch.setattr(lazy._Stager, "_run", lambda self: stager.run(self))
+    monkeypatch.setattr(commits._Stager, "_run", lambda self: stager.run(self))
     yield stager
     stager.go_on.set()
 
@@ -282,7 +282,7 @@ def test_a_change_that_no_hook_sees_fails_the_commit_and_names_the_key(
     first = repo.commit(training.state)
     released = threading.Event()
     if staging_bytes == 70_000:  # then the commit begins beside the stager: let it wait too
-        monkeypatch.setattr(lazy._Stager, "begin", _begin_held(released))
+        monkeypatch.setattr(commits._Stager, "begin", _begin_held(released))
     pending = repo.commit_async(training.state, snapshot="lazy", options=CommitOptions(staging_bytes=staging_bytes))
     UNSEEN[name](training.model.second.weight)
     released.set()
@@ -339,7 +339,7 @@ def test_a_change_that_is_seen_after_all_was_saved_is_not_published(
 def test_ctrl_c_while_the_thread_that_copies_starts_holds_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_started: bool
 ) -> None:
-    class Interrupted(lazy.Background):
+    class Interrupted(commits.Background):
         def wake(self) -> None:
             if has_started:
                 super().wake()
@@ -349,7 +349,7 @@ def test_ctrl_c_while_the_thread_that_copies_starts_holds_nobody(
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit(training.state)
         with monkeypatch.context() as patched:
-            patched.setattr(lazy, "Background", Interrupted)
+            patched.setattr(commits, "Background", Interrupted)
             with pytest.raises(KeyboardInterrupt):
                 repo.commit_async(training.state, snapshot="lazy")
         assert repo.drain(TIMEOUT_S)
@@ -363,14 +363,14 @@ def test_the_portions_of_many_small_tensors_are_counted_once_each() -> None:
         @property
         def num_bytes(self) -> int:
             Tensor.asked += 1
-            return lazy.PORTION_BYTES // 1000 + 1
+            return commits.PORTION_BYTES // 1000 + 1
 
-    portions = list(lazy._portions([Tensor() for _ in range(3000)]))  # type: ignore[misc]
+    portions = list(commits._portions([Tensor() for _ in range(3000)]))  # type: ignore[misc]
     assert Tensor.asked == 3000 and sum(map(len, portions)) == 3000 and len(portions) == 3
 
 
 def _begin_held(released: threading.Event) -> Callable[[Any], None]:
-    begin = lazy._Stager.begin
+    begin = commits._Stager.begin
 
     def held(stager: Any) -> None:
         may_begin = stager._may_begin
@@ -426,7 +426,7 @@ def test_a_stager_that_fails_fails_the_commit_and_holds_nobody(
         raise MemoryError("no")
 
     training = Training()
-    monkeypatch.setattr(lazy, "_portions", fails)
+    monkeypatch.setattr(commits, "_portions", fails)
     pending = repo.commit_async(training.state, snapshot="lazy")
     training.step()
     with pytest.raises(TooLargeError, match="no memory left"):
@@ -493,8 +493,8 @@ def test_a_stager_that_no_thread_can_be_started_for_fails_the_call_and_holds_nob
         raise RuntimeError("can't start new thread")
 
     training = Training()
-    background = lazy.Background
-    monkeypatch.setattr(lazy, "Background", type("NoThread", (background,), {"wake": fails}))
+    background = commits.Background
+    monkeypatch.setattr(commits, "Background", type("NoThread", (background,), {"wake": fails}))
     with pytest.raises(RuntimeError, match="can't start"):
         repo.commit_async(training.state, snapshot="lazy")
     assert repo.drain(TIMEOUT_S)

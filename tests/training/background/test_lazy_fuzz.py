@@ -19,7 +19,7 @@ import torch
 
 from cas_ckpt import CommitOptions, PendingCommit, Repository, StateChangedError
 from cas_ckpt.errors import BackgroundCommitError
-from cas_ckpt.training.background import lazy
+from cas_ckpt.training.background import commits
 from cas_ckpt.training.background.staged import Snapshot, StagedTensor
 from cas_ckpt.transfer import staging
 from tests.training.background.loops import KINDS, Training
@@ -194,7 +194,7 @@ class Walk:
                 published.append(each.pending.result().id)
         found = [commit.id for commit in self.repo.log()][::-1]
         assert [one for one in found if one in published] == published
-        assert not lazy._held
+        assert not commits._held
 
 
 MOVES = {
@@ -211,7 +211,7 @@ def test_a_commit_is_the_state_of_its_call_or_fails(
     seed: int, unseen: bool, staging_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "GRANULE_BYTES", 4096)
-    monkeypatch.setattr(lazy, "PORTION_BYTES", 1)
+    monkeypatch.setattr(commits, "PORTION_BYTES", 1)
     url = f"memory://walk-{next(_NUMBERS)}"
     with Repository.init(url) as repo, Repository.init(f"{url}-beside") as other:
         walk = Walk(seed, repo, other, staging_bytes)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cas_ckpt.training.background import lazy
-from cas_ckpt.training.background.lazy import hold_steps, let_steps
+from cas_ckpt.training.background import commits
+from cas_ckpt.training.background.commits import hold_steps, let_steps
 
 
 @pytest.fixture(autouse=True)
 def _nothing_held() -> Iterator[None]:
     yield
-    lazy._held.clear()
+    commits._held.clear()
 
 
 class Waits:
