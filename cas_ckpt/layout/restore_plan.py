@@ -18,7 +18,7 @@ have, the caller looks up.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, pairwise
@@ -104,11 +104,7 @@ class Template:
     @cached_property
     def shards_of(self) -> dict[int, list[int]]:
         """Rank -> numbers of the shards that it wants."""
-        found: dict[int, list[int]] = {}
-        for at, shard in enumerate(self.shards):
-            for rank in shard.ranks:
-                found.setdefault(rank, []).append(at)
-        return found
+        return _shards_by_rank(self.shards)
 
     @cached_property
     def _parts(self) -> list[list[tuple[int, Box]]]:
@@ -118,6 +114,14 @@ class Template:
             for touch in touched:
                 found[touch.shard].append((cell, touch.box))
         return found
+
+
+def _shards_by_rank(shards: Iterable[Shard]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for at, shard in enumerate(shards):
+        for rank in shard.ranks:
+            found.setdefault(rank, []).append(at)
+    return found
 
 
 def check_request(key: str, stored: Spec, shards: Sequence[Shard], *, world_size: int) -> None:
@@ -513,21 +517,24 @@ def rank_totals(plan: ReadPlan) -> RankTotals:
     """Totals of each rank of `plan`."""
     totals = RankTotals(*([0] * plan.world_size for _ in fields(RankTotals)))
     for template in plan.templates:
-        _count(template, totals)
         # The keys and dtypes of the tensors, their shape and cell, wherever a rank has a part in them.
         tensors = [plan.requests[tensor] for tensor in template.members]
         names = sum(len(each.key.encode("utf-8", "surrogatepass")) + len(each.spec.dtype) for each in tensors)
-        for rank in template.shards_of.keys() | template.runs_of.keys():
+        for rank in _count(template, totals):
             totals.metadata_bytes[rank] += names + NUMBER_BYTES * 2 * len(template.grid.shape)
     return totals
 
 
-def _count(template: Template, totals: RankTotals) -> None:
-    """Add what each rank does for all tensors of a template; what it has to know without their names."""
-    members, shards, shards_of = len(template.members), template.shards, template.shards_of
+def _count(template: Template, totals: RankTotals) -> Set[int]:
+    """Add what each rank does for all tensors of a template; the ranks. What they have to know is without names."""
+    # Not the template's own properties, which would stay: a thousand ranks in hundreds of templates are 40 MB.
+    members, shards, shards_of = len(template.members), template.shards, _shards_by_rank(template.shards)
     run_numbers = [3 * len(runs_of(shard.ranks)) for shard in shards]
     wanted, partly, known = ([0] * len(shards) for _ in range(3))
-    several = [rank for rank, own in shards_of.items() if len(own) > 1]  # shards that may fill a cell together
+    several: list[list[int]] = [[] for _ in shards]  # by shard: ranks with other shards, which may fill a cell together
+    for rank, own in shards_of.items():
+        for at in own if len(own) > 1 else ():
+            several[at].append(rank)
     for cell, (found, shares) in enumerate(zip(template.touches, template.shares, strict=True)):
         cell_bytes, has, receivers = template.cell_bytes(cell), dict[int, int](), 0
         for touch in found:
@@ -546,9 +553,10 @@ def _count(template: Template, totals: RankTotals) -> None:
             totals.sent_bytes[rank] += count * (all_wanted - kept)
             totals.received_bytes[rank] -= count * kept
             totals.metadata_bytes[rank] += NUMBER_BYTES * (3 + receivers)
-        for rank in several:
+        for rank in {rank for at in has for rank in several[at]}:
             totals.num_straddled[rank] += members * (0 < sum(has.get(at, 0) for at in shards_of[rank]) < cell_bytes)
     for rank, own in shards_of.items():
         totals.received_bytes[rank] += members * sum(wanted[at] for at in own)
         totals.metadata_bytes[rank] += NUMBER_BYTES * sum(known[at] for at in own)
         totals.num_straddled[rank] += members * partly[own[0]] if len(own) == 1 else 0
+    return shards_of.keys() | {rank for shares in template.shares for rank, _ in shares}
