@@ -65,5 +65,5 @@ def call(*words: str | Path, cwd: Path | None = None, **env: str) -> Ran:
 def ok(*words: str | Path, cwd: Path | None = None, **env: str) -> str:
     """What a command printed; it must succeed and complain of nothing."""
     ran = call(*words, cwd=cwd, **env)
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, ran.err) == (0, ""), ran
     return ran.out

@@ -67,7 +67,8 @@ def test_the_examples_of_a_verb_parse(words: tuple[str, ...]) -> None:
         given = shlex.split(example)[1:]
         start = given.index(words[0])
         assert tuple(given[start : start + len(words)]) == words
-        VERBS[words].make_context("x", given[start + len(words) :])
+        # Settings as they come from `cli`: a command keeps the option of help that its first context had.
+        VERBS[words].make_context("x", given[start + len(words) :], **cli.context_settings)
 
 
 def test_every_kind_of_error_has_an_exit_code_that_is_documented() -> None:
