@@ -281,9 +281,16 @@ def sql(
         found = repo.sql(text, given, max_rows=max_rows, max_bytes=max_bytes, timeout_s=timeout_s)
     if as_csv:
         click.echo(_csv(found, is_terminal=settings.width is not None), nl=False)
-    else:
-        rows = [_with_hexadecimal(row) for row in found.to_dicts()] if settings.json else None
-        settings.page(rows, _sql_lines(found, settings.width))
+        return
+    rows = None
+    if settings.json:  # bytes as a table and CSV show them
+        rows = [
+            {name: value.hex() if isinstance(value, bytes) else value for name, value in row.items()}
+            for row in found.to_dicts()
+        ]
+    numbers = [at for at in range(len(found.columns)) if all(isinstance(row[at], (int, float)) for row in found)]
+    cells = [tuple(map(escaped, found.columns)), *(tuple(map(_cell, row)) for row in found)]
+    settings.page(rows, table(cells, right=frozenset(numbers if len(found) else ()), width=settings.width))
 
 
 def _print_views(settings: Settings) -> None:
@@ -311,17 +318,6 @@ def _value(text: str) -> Any:
     except ValueError:
         return text
     return value if value is None or isinstance(value, (int, float, str)) else text
-
-
-def _sql_lines(found: SqlResult, width: int | None) -> Iterator[str]:
-    numbers = [at for at in range(len(found.columns)) if all(isinstance(row[at], (int, float)) for row in found)]
-    rows = [tuple(map(escaped, found.columns)), *(tuple(map(_cell, row)) for row in found)]
-    yield from table(rows, right=frozenset(numbers if len(found) else ()), width=width)
-
-
-def _with_hexadecimal(row: dict[str, Any]) -> dict[str, Any]:
-    """`row`, with bytes as a table and CSV show them."""
-    return {name: value.hex() if isinstance(value, bytes) else value for name, value in row.items()}
 
 
 def _cell(value: Any) -> str:

@@ -95,7 +95,12 @@ def log(
         )
         names = names_of_commits(repo)
         failures = {} if settings.quiet else repo.push_failures()
-        signed = _signatures(settings, repo, commits, trust) if show_signature else {}
+        signed: dict[str, SignatureInfo] = {}
+        if show_signature:
+            from cas_ckpt.signing import Trust
+
+            trusted = given_trust(settings, trust) or Trust()
+            signed = {one.id: repo.verify(one.id, trust=trusted).commits[0].signature for one in commits}
         whole = None
         if graph and any(conditions.values()) and not settings.json:
             whole = repo.log(revisions, all_refs=all_refs, first_parent=first_parent)
@@ -121,16 +126,6 @@ def _show(
         ])  # fmt: skip
     else:
         settings.page(None, _lines(settings, commits, names, signed, oneline=oneline, graph=graph))
-
-
-def _signatures(
-    settings: Settings, repo: Repository, commits: Sequence[CommitInfo], trust: tuple[str, ...]
-) -> dict[str, SignatureInfo]:
-    """Id of each commit -> the verdict on its signature."""
-    from cas_ckpt.signing import Trust
-
-    trusted = given_trust(settings, trust) or Trust()
-    return {commit.id: repo.verify(commit.id, trust=trusted).commits[0].signature for commit in commits}
 
 
 def _lines(
@@ -230,7 +225,11 @@ def render_log(
     lanes: list[str | None] = []
     ended: int | None = None
     for commit in commits:
-        yield from _join(lanes, commit.id)
+        waiting = [at for at, lane in enumerate(lanes) if lane == commit.id]
+        for further in reversed(waiting[1:]):  # every further column that waits for it runs into the leftmost one
+            lanes[further] = None
+            yield from _edges(lanes, further, waiting[0])
+        _trim(lanes)
         column = _column_of(lanes, commit.id)
         if column == ended and lanes[column] is None:
             yield _row(lanes)
@@ -238,7 +237,14 @@ def render_log(
         row = _row(lanes, column)
         left = None if width is None else width - len(row) - 1
         yield f"{row} {line_of(commit, names.get(commit.id, ()), width=left, colour=colour)}"
-        yield from _follow(lanes, column, commit.parents)
+        lanes[column] = commit.parents[0] if commit.parents else None  # the others get columns of their own
+        for parent in commit.parents[1:]:
+            known = parent in lanes
+            target = _column_of(lanes, parent)
+            yield from _edges(lanes, column, target)
+            if not known:
+                lanes[target] = parent
+        _trim(lanes)
         ended = None if commit.parents else column
 
 
@@ -293,27 +299,6 @@ def _column_of(lanes: list[str | None], commit: str | None) -> int:
             return lanes.index(wanted)
     lanes.append(None)
     return len(lanes) - 1
-
-
-def _join(lanes: list[str | None], commit: str) -> Iterator[str]:
-    """Lead every further column that waits for `commit` to the leftmost one."""
-    waiting = [at for at, lane in enumerate(lanes) if lane == commit]
-    for column in reversed(waiting[1:]):
-        lanes[column] = None
-        yield from _edges(lanes, column, waiting[0])
-    _trim(lanes)
-
-
-def _follow(lanes: list[str | None], column: int, parents: Sequence[str]) -> Iterator[str]:
-    """Let the first parent have the commit's column; lead to columns for the others."""
-    lanes[column] = parents[0] if parents else None
-    for parent in parents[1:]:
-        known = parent in lanes
-        target = _column_of(lanes, parent)
-        yield from _edges(lanes, column, target)
-        if not known:
-            lanes[target] = parent
-    _trim(lanes)
 
 
 def _edges(lanes: Sequence[str | None], start: int, end: int) -> Iterator[str]:
@@ -375,10 +360,13 @@ def diff(
     Only what differs is read: nodes, and with --numbers the chunks that changed. Differences
     (|delta|) are of the whole tensor; relative norm, cosine, NaN and infinity of its changed chunks.
     """  # noqa: D301  # click wants this very character
-    before, after, patterns = _asked(words)
+    from cas_ckpt.core.revisions import split_range
+
+    first, *rest = words or ("HEAD",)
+    before, after = split_range(first) or (first, rest.pop(0) if rest else None)
     with settings.open() as repo, repo.one_look():
         found = repo.diff(
-            before, after, (*patterns, *keys) or None, numbers, values=not stat, progress=settings.show_progress()
+            before, after, (*rest, *keys) or None, numbers, values=not stat, progress=settings.show_progress()
         )
     if settings.json:
         whole: dict[str, Any] = plain(found) | {"sums": plain(found.sums), "by_name": plain(found.by_name)}
@@ -392,17 +380,6 @@ def diff(
         lines = _stat(found) if stat else _entries(found, numbers=numbers, colour=settings.colour)
         settings.page(None, [*heads, "", *lines])
     return DIFFERENT if as_exit_code and found.entries else 0
-
-
-def _asked(words: tuple[str, ...]) -> tuple[str, str | None, tuple[str, ...]]:
-    """The two revisions (or one), and patterns of keys."""
-    from cas_ckpt.core.revisions import split_range
-
-    first, *rest = words or ("HEAD",)
-    both = split_range(first)
-    if both is not None:
-        return *both, tuple(rest)
-    return first, rest[0] if rest else None, tuple(rest[1:])
 
 
 def _commit(commit: CommitInfo | None) -> str:

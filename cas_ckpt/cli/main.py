@@ -202,22 +202,17 @@ def _guarded(arguments: list[str]) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is not an error
     try:
-        code = _run(arguments, settings)
+        try:  # not `cli.main`, which has words and codes of its own for failures
+            with cli.make_context(PROGRAM, arguments, obj=settings) as context:
+                result: Any = cli.invoke(context)
+            code = result if isinstance(result, int) else 0
+        except click.exceptions.Exit as done:
+            code = done.exit_code
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001  # the border: everything becomes a line and a code
         as_json = settings.json or "--json" in arguments  # where what was written could not be read, too
         return report_error(error, debug=settings.debug, as_json=as_json)
     return code
-
-
-def _run(arguments: list[str], settings: Settings) -> int:
-    """Parse and run one command line. Not `cli.main`, which has words and codes of its own for failures."""
-    try:
-        with cli.make_context(PROGRAM, arguments, obj=settings) as context:
-            result: Any = cli.invoke(context)
-    except click.exceptions.Exit as done:
-        return done.exit_code
-    return result if isinstance(result, int) else 0
 
 
 if __name__ == "__main__":

@@ -75,8 +75,11 @@ def plan(
     """  # noqa: D301  # click wants this very character
     from cas_ckpt.ops.checkout.restores import as_json, read_json
 
-    revision, named = _read_words(words)
-    meshes = (*meshes, *named)
+    revisions = [word for word in words if "=" not in word]  # no revision has a "=" in it
+    if len(revisions) > 1:
+        raise click.UsageError(f"one REVISION at most, and meshes such as dp=96,tp=8: {revisions[1]!r} is neither")
+    revision = next(iter(revisions), None)
+    meshes = (*meshes, *(word for word in words if "=" in word))
     lines = listing + compare + best_of
     if lines > 1 or (listing and (meshes or world)):
         raise click.UsageError("--list, --compare and --best-of exclude one another, and --list takes no mesh")
@@ -95,32 +98,25 @@ def plan(
         else:
             reports = [repo.plan(revision or "HEAD", one, **bandwidths) for one in targets or ()]
     if compare and targets is not None:
-        reports = _in_order(reports, targets)
+        order = {mesh: at for at, mesh in reversed([*enumerate(map(str, targets))])}  # as the meshes were named
+        reports = sorted(reports, key=lambda report: order[report.mesh])
     found: Any = [as_json(report) for report in reports]
     if len(found) == 1 and not lines:
         found = found[0]
     if output is not None:
-        _write(Path(output), found, force=force)
+        path = Path(output)
+        if path.exists() and not force:
+            raise ConflictError(f"{path} is there already: choose another name, or --force")
+        try:
+            path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(f"{path}: cannot be written ({error.strerror})") from error
     if not lines:
         settings.show(found, _shown(reports, others, long=long))
         return
     settings.show(found, _listed(reports) if listing else _compared(reports))
     if long and not settings.json:
         echo(line for report in reports for line in ("", *_planned(report)))
-
-
-def _read_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The revision, if there is one, and the meshes: no revision has a "=" in it."""
-    revisions = [word for word in words if "=" not in word]
-    if len(revisions) > 1:
-        raise click.UsageError(f"one REVISION at most, and meshes such as dp=96,tp=8: {revisions[1]!r} is neither")
-    return next(iter(revisions), None), [word for word in words if "=" in word]
-
-
-def _in_order(reports: Sequence[PlanReport], targets: Sequence[TargetLayout]) -> list[PlanReport]:
-    """The reports in the order of the meshes that they are for."""
-    order = {mesh: at for at, mesh in reversed([*enumerate(map(str, targets))])}
-    return sorted(reports, key=lambda report: order[report.mesh])
 
 
 def _targets(world: int | None, meshes: Sequence[str], shapes: str | None) -> list[TargetLayout]:
@@ -153,15 +149,6 @@ def _text(name: str) -> str:
         raise NotFoundError(f"{name}: there is no such file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{name}: cannot be read ({error})") from error
-
-
-def _write(path: Path, found: Any, *, force: bool) -> None:
-    if path.exists() and not force:
-        raise ConflictError(f"{path} is there already: choose another name, or --force")
-    try:
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _shown(reports: Sequence[PlanReport], others: Sequence[PlanReport], *, long: bool) -> Iterator[str]:

@@ -5,10 +5,10 @@ Keys, agents and passphrases are ssh-keygen's affair: see cas_ckpt/signing.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,9 +21,8 @@ from cas_ckpt.ops.history.quick_log import quick_refs, quick_resolve
 
 if TYPE_CHECKING:
     from cas_ckpt.core.signatures import SignedBranches
-    from cas_ckpt.ops.refs import Verified, VerifyReport
+    from cas_ckpt.ops.refs import Verified
     from cas_ckpt.ops.sync.remotes import Tracked
-    from cas_ckpt.repository import Repository
 
 _DELETE = flag("-d", "--delete", help="Delete the names that follow.")
 _UNDELETE = flag("--undelete", help="Bring deleted names back, as they were.")
@@ -104,15 +103,12 @@ def branch(
         else:
             names = {} if remotes and not everywhere else repo.branches()
             names |= repo.remote_branches() if everywhere or remotes else {}
-            notes = _described(repo, names) if verbose else None
+            notes = None
+            if verbose:  # how each stands to that of the remote, and what its commit says
+                tracked = repo.tracked_branches()
+                said = {name: f"[{standing(tracked[name])}] " if name in tracked else "" for name in names}
+                notes = {name: said[name] + repo.log(digest, limit=1)[0].message for name, digest in names.items()}
             _list(settings, names, marked=repo.default_branch, notes=notes)
-
-
-def _described(repo: Repository, names: Mapping[str, str]) -> dict[str, str]:
-    """Branch -> how it stands to that of the remote, and what its commit says."""
-    tracked = repo.tracked_branches()
-    said = {name: f"[{standing(tracked[name])}] " if name in tracked else "" for name in names}
-    return {name: said[name] + repo.log(digest, limit=1)[0].message for name, digest in names.items()}
 
 
 @verb(
@@ -352,30 +348,21 @@ def verify(
     with settings.open() as repo:
         report = repo.verify(revision, trust=trusted, history=history)
         if write is not None:
-            _write(repo.signed_bytes(revision), write)
-    settings.page(plain(report) | {"ok": report.ok}, _lines(report))
+            signed = repo.signed_bytes(revision)
+            for ending, data in ((".bytes", signed.message), (".sig", signed.signature.encode())):
+                path = Path(write + ending)
+                if path.exists():
+                    raise ConflictError(f"{path} is there already: choose another name")
+                path.write_bytes(data)
+    judged = [*([] if report.tag is None else [report.tag]), *report.commits]
+    settings.page(plain(report) | {"ok": report.ok}, map(_line, judged))
     return 0 if report.ok else UNSIGNED
-
-
-def _lines(report: VerifyReport) -> Iterator[str]:
-    if report.tag is not None:
-        yield _line(report.tag)
-    for each in report.commits:
-        yield _line(each)
 
 
 def _line(each: Verified) -> str:
     name = f"tag {escaped(each.name)}" if each.what == "tag" else f"commit {each.name[:SHORT_HEX]}"
     title = subject(each.message)
     return f"{name}: {verdict_text(each.signature)}; {utc(each.time_s)} UTC" + (f"  {title}" if title else "")
-
-
-def _write(signed: Any, name: str) -> None:
-    for ending, data in ((".bytes", signed.message), (".sig", signed.signature.encode())):
-        path = Path(name + ending)
-        if path.exists():
-            raise ConflictError(f"{path} is there already: choose another name")
-        path.write_bytes(data)
 
 
 # --- branches that take signed commits only ---------------------------------------------------

@@ -101,10 +101,6 @@ def forget(
             report = repo.apply_policy(branches=branches, **options)
         else:
             report = repo.forget(policy, branches=branches, **options)
-    return _show(settings, report, long=long)
-
-
-def _show(settings: Settings, report: ForgetReport, *, long: bool) -> int:
     if settings.json:
         echo_json(_as_json(report))
         return 0 if report.collected is None else _exit_code(report.collected)

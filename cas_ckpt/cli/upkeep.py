@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, get_args
 
 import click
@@ -101,7 +101,9 @@ def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
         ("Remotes:", found.remote_branches),
     ):
         if names:
-            yield label, _listed(names)
+            shown = ", ".join(map(escaped, list(names)[:MOST_NAMES]))
+            more = len(names) - MOST_NAMES
+            yield label, f"{len(names)} ({shown}{f' and {more} more' if more > 0 else ''})"
     for tier, count in found.num_unpushed.items():
         if count:
             yield "Waiting:", f"{count} commits are not at {escaped(tier)} yet (cas-ckpt watch --push {tier} --once)"
@@ -119,13 +121,6 @@ def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
         yield "Forgotten:", f"{found.num_forgotten} commits"
     if found.num_temporaries:
         yield "Left over:", left_over(found)
-
-
-def _listed(names: Mapping[str, str]) -> str:
-    """How many, and the first of them."""
-    shown = ", ".join(map(escaped, list(names)[:MOST_NAMES]))
-    more = len(names) - MOST_NAMES
-    return f"{len(names)} ({shown}{f' and {more} more' if more > 0 else ''})"
 
 
 @verb_group("index")

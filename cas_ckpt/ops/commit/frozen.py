@@ -9,8 +9,9 @@ writes to the storage leave alone. A difference raises, it is never stored.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeAlias
 
 from cas_ckpt.errors import ConflictError, FrozenChangedError, InvalidInputError
@@ -151,15 +152,23 @@ class FrozenMemory:
         for key, entry in inline.items():
             if not self._may_be(key, entry):
                 raise _changed(key)
-        tensors = _summed(drafts, regions, checksums if request.frozen_check == "checksum" else None)
+        held = [(each, regions(each.work)) for each in drafts]
+        summed = request.frozen_check == "checksum"
+        sums = iter(checksums([(each.work, box) for each, boxes in held for box in boxes]) if summed else ())
+        tensors = tuple(
+            FrozenTensor(each, boxes, tuple(next(sums) for _ in boxes) if summed else None) for each, boxes in held
+        )
         trusted = []
         for each in tensors:
             seen = self._trusted(each)
             if seen is None and each.draft.key in self._relied_on:
                 raise self._relied_in_vain(each.draft.key)
             if seen is not None:
+                # Cells without an id (other ranks hashed them), and those whose chunk is stored no longer.
+                named = [digest for digest in seen.chunks if digest is not None]
+                stored = set(compress(named, known(named)))
                 each.draft.work.chunks = list(seen.chunks)
-                each.draft.work.cells = frozenset(_unstored(seen.chunks, known))
+                each.draft.work.cells = frozenset(at for at, one in enumerate(seen.chunks) if one not in stored)
                 trusted.append(each.draft)
         cells = [(tensor, cell) for tensor in trusted for cell in range(tensor.work.grid.num_cells)]
         audit = request.frozen_audit
@@ -191,7 +200,10 @@ class FrozenMemory:
             return True
         if isinstance(now, TensorEntry):
             return isinstance(seen, TensorEntry) and (seen.spec, seen.inline) == (now.spec, now.inline)
-        return isinstance(seen, _Seen) and not _differ(seen.chunks, now.chunks)
+        if not isinstance(seen, _Seen) or len(seen.chunks) != len(now.chunks):
+            return False
+        pairs = zip(seen.chunks, now.chunks, strict=True)  # of each cell that this rank hashed both times
+        return all(a == b for a, b in pairs if a is not None and b is not None)
 
     def check(self, frozen: Frozen) -> Hashed:
         """After hashing: every frozen tensor has the ids that it had before; what to `remember` of them.
@@ -205,19 +217,15 @@ class FrozenMemory:
         hashed: dict[str, _Seen | TensorEntry] = dict(frozen.inline or {})
         for each in frozen.tensors:
             key, item, chunks = each.draft.key, each.draft.item, tuple(each.draft.work.chunks)
-            if key in self._relied_on and self._has_more(key, chunks):
-                raise self._relied_in_vain(key)
+            seen = self._seen.get(key)
+            if key in self._relied_on and isinstance(seen, _Seen):
+                pairs = zip(seen.chunks, chunks, strict=True)
+                if any(before is None and now is not None for before, now in pairs):  # a cell was hashed now alone
+                    raise self._relied_in_vain(key)
             hashed[key] = _Seen(item.identity, item.spec, each.regions, each.sums, chunks)
             if not self._may_be(key, hashed[key]):
                 raise _changed(key)
         return hashed
-
-    def _has_more(self, key: str, chunks: Sequence[Digest | None]) -> bool:
-        """Whether a cell has an id now that had none when the tensor was hashed before."""
-        seen = self._seen.get(key)
-        return isinstance(seen, _Seen) and any(
-            a is None and b is not None for a, b in zip(seen.chunks, chunks, strict=True)
-        )
 
     def remember(self, hashed: Hashed, draft: Draft) -> None:
         """The commit of `draft` is made: from now on these ids are trusted.
@@ -239,32 +247,8 @@ class FrozenMemory:
         self._seen = {}
 
 
-def _summed(drafts: Sequence[DraftTensor], regions: Regions, checksums: Checksums | None) -> tuple[FrozenTensor, ...]:
-    """The tensors with their checksums."""
-    held = [(each, regions(each.work)) for each in drafts]
-    if checksums is None:
-        return tuple(FrozenTensor(each, boxes, None) for each, boxes in held)
-    found = iter(checksums([(each.work, box) for each, boxes in held for box in boxes]))
-    return tuple(FrozenTensor(each, boxes, tuple(next(found) for _ in boxes)) for each, boxes in held)
-
-
 def _changed(key: str) -> FrozenChangedError:
     return FrozenChangedError(
         f"{key}: declared frozen, but its bytes are not those that were committed before: "
         "find who writes it, or commit once without frozen= for it, which stores it as it is now"
     )
-
-
-def _unstored(chunks: Sequence[Digest | None], known: Callable[[Sequence[Digest]], Sequence[bool]]) -> Iterator[int]:
-    """Cells without an id (other ranks hashed them), and those whose chunk is stored no longer."""
-    named = [(cell, digest) for cell, digest in enumerate(chunks) if digest is not None]
-    yield from (cell for cell, digest in enumerate(chunks) if digest is None)
-    stored = known([digest for _, digest in named])
-    yield from (cell for (cell, _), there in zip(named, stored, strict=True) if not there)
-
-
-def _differ(before: Sequence[Digest | None], now: Sequence[Digest | None]) -> bool:
-    """Whether a cell that this rank hashed both times has another id."""
-    if len(before) != len(now):
-        return True
-    return any(a != b for a, b in zip(before, now, strict=True) if a is not None and b is not None)

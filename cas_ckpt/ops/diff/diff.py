@@ -88,28 +88,29 @@ def diff_commits(
         CorruptionError: a node or chunk is damaged; names the tensor.
     """
     request = request or DiffRequest()
-    old, new = _commits(handle, before, after)
+    old: CommitRow | None = None
+    new = known_commit(handle, resolve(handle, before))
+    if after is not None:
+        old, new = new, known_commit(handle, resolve(handle, after))
+    elif new.parents:
+        old = known_commit(handle, Digest(new.parents[0]))
     roots = None if old is None else Digest(old.root), Digest(new.root)
     there = [root for root in roots if root is not None]
     patterns = KeyPatterns(request.keys)
     with naming_forgotten(handle, *there):
         pairs = [pair for pair in differing(handle, *roots) if not patterns or patterns.matches(render_key(pair.path))]
-    if patterns.unused:
-        _check_patterns(handle, there, patterns.unused)
+    if patterns.unused:  # without a difference, that is an answer; without an entry, a mistake
+        unused = KeyPatterns(patterns.unused)
+        for root in there:
+            for pair in differing(handle, None, root):
+                unused.matches(render_key(pair.path))
+        unused.require_used()
     infos = None if old is None else info_from_row(old), info_from_row(new)
     with naming_forgotten(handle, *there):
         if request.values or request.numbers:
             pairs = with_bytes(handle, pairs)
         entries = _entries(handle, pairs, request, progress)
     return Diff(*infos, changed_fields(*infos), entries)
-
-
-def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None) -> tuple[CommitRow | None, CommitRow]:
-    if after is None:
-        row = known_commit(handle, resolve(handle, before))
-        return (known_commit(handle, Digest(row.parents[0])) if row.parents else None), row
-    old, new = (known_commit(handle, resolve(handle, revision)) for revision in (before, after))
-    return old, new
 
 
 def _entries(
@@ -130,15 +131,6 @@ def _entries(
         for pair in pairs
         if pair.path not in sources
     )
-
-
-def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: Sequence[str]) -> None:
-    """A pattern without a difference is an answer; one without an entry is a mistake."""
-    patterns = KeyPatterns(unused)
-    for root in roots:
-        for pair in differing(handle, None, root):
-            patterns.matches(render_key(pair.path))
-    patterns.require_used()
 
 
 def _tensors(pair: Pair) -> TensorPair | None:

@@ -477,7 +477,11 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
         NotFoundError, CorruptionError: names the tensor.
     """
     unique = {pair.what: pair for pair in pairs}
-    found = {what: _same_content(pair.after) for what, pair in unique.items() if pair.same_bytes}
+    found = {}
+    for what, pair in unique.items():
+        if pair.same_bytes:
+            grid = None if pair.after.node is None else grid_for(pair.after.spec)
+            found[what] = ChunkChange(0, 0 if grid is None else grid.num_cells, 0, (), grid)
     different = [pair for what, pair in unique.items() if what not in found]
     keys = [render_key(pair.path) for pair in different]
     sides = together_or_named(
@@ -494,13 +498,6 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
         )
         found.update((each.pair.what, _change(each, ids)) for each in batch)
     return [found[pair.what] for pair in pairs]
-
-
-def _same_content(tensor: StoredTensor) -> ChunkChange:
-    if tensor.node is None:
-        return ChunkChange(0, 0, 0)
-    grid = grid_for(tensor.spec)
-    return ChunkChange(0, grid.num_cells, 0, (), grid)
 
 
 def _batches(every: Iterable[_Nodes]) -> Iterator[list[_Nodes]]:

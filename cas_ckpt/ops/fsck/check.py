@@ -247,7 +247,10 @@ class ProblemFinder:
         integrity, live = self.integrity, self.live
         candidates = integrity.referred_only() | integrity.in_parts() | integrity.in_packs(self.gone)
         numbers = integrity.incomplete(candidates, self._unusable).difference(reported)
-        self.promised = integrity.promised(numbers, self._promised_roots()) if numbers else set()
+        self.promised = set()
+        if numbers:  # remotes promise states of commits whose data must be there
+            commits = promised_commits(live.graph, self._records.refs, promisors(self._store)) & live.complete
+            self.promised = integrity.promised(numbers, {live.graph.commits[commit].root for commit in commits})
         numbers -= self.promised
         # Trees and layouts that live commits name and that no pack ever brought into the index.
         roots = live.roots(live.complete - live.only_logged)
@@ -256,17 +259,15 @@ class ProblemFinder:
         unknown = {digest for digest in unknown if known.get(digest) not in reported}
         return self._impact(numbers, unknown, excused=excused)
 
-    def _promised_roots(self) -> set[bytes]:
-        """Roots of states that remotes promise, of commits whose data must be there."""
-        live, remotes = self.live, promisors(self._store)
-        commits = promised_commits(live.graph, self._records.refs, remotes) & live.complete
-        return {live.graph.commits[commit].root for commit in commits}
-
     def _add_missing_problem(self, reported: set[int], findings: Findings) -> None:
         impact = self._impact_of_missing(reported, excused=self.live.only_logged)
         for _ in range(LOOKS):
-            if not impact.hits or not self._look_again():
+            # If names changed: what is missing may have been forgotten and collected.
+            now = reread_names(self._store, self._records) if impact.hits else self._records
+            if (now.refs, now.named) == (self._records.refs, self._records.named):
                 break
+            catch_up(self._store, self._structure)
+            self._look(now)
             impact = self._impact_of_missing(reported, excused=self.live.only_logged)
         if not impact.hits:
             return
@@ -277,15 +278,6 @@ class ProblemFinder:
             f"{len(impact.objects)} objects that commits need are in no pack{': ' if names else ''}{names}",
             effect=Effect.LOST, repair="chunks", objects=impact.objects, hits=impact.hits, refs=impact.refs,
         )  # fmt: skip
-
-    def _look_again(self) -> bool:
-        """Look again if names changed, for what is missing may have been forgotten and collected; whether they did."""
-        now = reread_names(self._store, self._records)
-        if (now.refs, now.named) == (self._records.refs, self._records.named):
-            return False
-        catch_up(self._store, self._structure)
-        self._look(now)
-        return True
 
     # --- what damage reaches --------------------------------------------------------------
 
@@ -510,7 +502,10 @@ class _Check:
             records = replace(records, packs_lost=records.packs_lost or bool(structure.damaged))
             finder = ProblemFinder(store, structure, records)
             findings.count("num_commits", len(finder.live.stored))
-            _note_condemned(structure, records, findings)
+            condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
+            if condemned:
+                more = f"{len(condemned)} packs are condemned by a collection, this one among them"
+                findings.note(condemned[0], more)
             finder.add_problems(findings)
             if finder.promised:
                 note_promised(store, finder, findings)
@@ -520,24 +515,14 @@ class _Check:
                 _add_orphans_problem(store, structure, records, findings)
             if structure.is_own and not structure.index.read_only and not findings.problems:
                 _note_packs_nobody_needs(structure.index, finder.live, findings)
-        _note_leftovers(store, findings)
+        left = sweep_temporaries(store, clock.now_s(), dry_run=True)
+        if left.num_files:
+            findings.note(
+                RESERVED_PART,
+                f"{left.num_files} unfinished files ({left.num_bytes} bytes) are left of writers that were killed: "
+                "cas-ckpt gc removes those that are older than its --min-age",
+            )
         return findings.report()
-
-
-def _note_condemned(structure: Structure, records: Records, findings: Findings) -> None:
-    condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
-    if condemned:
-        findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
-
-
-def _note_leftovers(store: Store, findings: Findings) -> None:
-    left = sweep_temporaries(store, clock.now_s(), dry_run=True)
-    if left.num_files:
-        findings.note(
-            RESERVED_PART,
-            f"{left.num_files} unfinished files ({left.num_bytes} bytes) are left of writers that were killed: "
-            "cas-ckpt gc removes those that are older than its --min-age",
-        )
 
 
 # --- commits that nothing leads to ----------------------------------------------------------
@@ -620,7 +605,10 @@ def ask_promisors(
     left, unreached = set(numbers), False
     for remote in promisors(store) if left else ():
         try:
-            left -= _there(remote.place(store), left, cache)
+            with closing(RepositoryHandle.open(remote.place(store), read_only=True, cache=cache)) as other:
+                other.sync()
+                located = other.index.read(contents.locate, list(left))
+            left = {digest for digest in left if not covers(located.get(digest, ()))}
         except CkptError as error:
             unreached = True
             place = f"remote {remote.name} ({without_secrets(remote.url)})"
@@ -633,11 +621,3 @@ def ask_promisors(
         f"{len(left)} chunks that commits need are not here, and the remotes that promised them do not have them",
         effect=Effect.LOST, repair="chunks", objects=impact.objects, hits=impact.hits, refs=impact.refs,
     )  # fmt: skip
-
-
-def _there(place: str, digests: Collection[Digest], cache: str | os.PathLike[str] | None) -> set[Digest]:
-    """Those of these objects that are whole in packs of the repository at `place`."""
-    with closing(RepositoryHandle.open(place, read_only=True, cache=cache)) as other:
-        other.sync()
-        located = other.index.read(contents.locate, list(digests))
-    return {digest for digest in digests if covers(located.get(digest, ()))}

@@ -192,7 +192,10 @@ class Collection:
         for left in reversed(range(TURNS if self.options.shard is not None else 1)):
             try:
                 if again:
-                    state = self._again()
+                    state = self._seen = read_gc_state(self.handle.store)
+                    if state.phase != GcPhase.IDLE:  # whatever is under way is finished
+                        self.handle.sync()
+                        state = self.take_over(state)
                     present, sets = self.list_packs(), self.mark()
                 condemned = self.condemnable(plan, present, sets)
                 if not condemned:
@@ -210,14 +213,6 @@ class Collection:
                     raise
             again = True
         raise ConflictError(OVERTAKEN)
-
-    def _again(self) -> GcState:
-        """gc/state as it is now, idle: whatever is under way is finished."""
-        state = self._seen = read_gc_state(self.handle.store)
-        if state.phase != GcPhase.IDLE:
-            self.handle.sync()
-            state = self.take_over(state)
-        return state
 
     def _note(self, **found: Any) -> None:
         self.report = replace(self.report, **found)

@@ -68,9 +68,23 @@ def log_commits(
         NotFoundError: a revision that is not there, or a metric that no commit has.
         InvalidInputError: not a regular expression.
     """
-    included, excluded = _ends(revisions)
+    included: list[Revision] = []
+    excluded: list[Revision] = []
+    for revision in revisions:
+        text = revision_text(revision)
+        both = split_range(text)
+        if both is not None:
+            excluded.append(both[0])
+            included.append(both[1])
+        elif text.startswith("^"):
+            excluded.append(text[1:])
+        else:
+            included.append(revision)
     starts = [] if excluded and not included and not all_refs else start_of_log(handle, included, all_refs=all_refs)
-    messages = _expression(grep)
+    try:
+        messages = re.compile("|".join(f"(?:{each})" for each in grep)) if grep else None
+    except re.error as error:
+        raise InvalidInputError(f"{shown_value(tuple(grep))} is not a regular expression: {error}") from error
     patterns = KeyPatterns(keys)
     most = None if patterns or excluded or messages else limit
     if limit and most is None and not wanted and not excluded:
@@ -90,30 +104,6 @@ def log_commits(
     if patterns:
         rows = _changed(handle, rows, patterns, forgotten)
     return infos_of_log(handle.index, islice(rows, limit), forgotten)
-
-
-def _ends(revisions: Sequence[Revision]) -> tuple[list[Revision], list[Revision]]:
-    """The revisions where a log begins, and those whose commits it leaves out."""
-    included: list[Revision] = []
-    excluded: list[Revision] = []
-    for revision in revisions:
-        text = revision_text(revision)
-        both = split_range(text)
-        if both is not None:
-            excluded.append(both[0])
-            included.append(both[1])
-        elif text.startswith("^"):
-            excluded.append(text[1:])
-        else:
-            included.append(revision)
-    return included, excluded
-
-
-def _expression(grep: Sequence[str]) -> re.Pattern[str] | None:
-    try:
-        return re.compile("|".join(f"(?:{each})" for each in grep)) if grep else None
-    except re.error as error:
-        raise InvalidInputError(f"{shown_value(tuple(grep))} is not a regular expression: {error}") from error
 
 
 def _without(

@@ -84,7 +84,7 @@ class SqlResult:
         pandas = _required("pandas")
         columns = dict(zip(self._own_names(), self._by_column(), strict=True))
         return pandas.DataFrame({
-            name: pandas.Series(values, dtype="Int64" if _are_whole_with_nulls(values) else None)
+            name: pandas.Series(values, dtype="Int64" if set(map(type, values)) == {int, type(None)} else None)
             for name, values in columns.items()
         })  # fmt: skip
 
@@ -120,7 +120,10 @@ def query_index(handle: RepositoryHandle, query: str, parameters: Mapping[str, A
         parameters: Name -> value of every `:name` in the query.
     Raises: see `run_query`.
     """
-    _check_limits(limits)
+    check_whole("max_rows", limits.max_rows, least=1)
+    check_whole("max_bytes", limits.max_bytes, least=1)
+    if check_real("timeout_s", limits.timeout_s) <= 0:
+        raise InvalidInputError(f"timeout_s is {limits.timeout_s!r}: give a number above 0")
     for _ in range(_TURNS):
         refs, states = _look_at_refs(handle)  # before the packs, so that what they point at is among these
         handle.sync()
@@ -146,13 +149,6 @@ def joined_parameters(given: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     if twice:
         raise InvalidInputError(f"sql: the parameter {twice[0]!r} is given twice")
     return {name: value.id if isinstance(value, CommitInfo) else value for name, value in {**given, **named}.items()}
-
-
-def _check_limits(limits: QueryLimits) -> None:
-    check_whole("max_rows", limits.max_rows, least=1)
-    check_whole("max_bytes", limits.max_bytes, least=1)
-    if check_real("timeout_s", limits.timeout_s) <= 0:
-        raise InvalidInputError(f"timeout_s is {limits.timeout_s!r}: give a number above 0")
 
 
 def _look_at_refs(handle: RepositoryHandle) -> tuple[list[Ref], list[RefState]]:
@@ -191,11 +187,6 @@ def _note_refs(handle: RepositoryHandle, refs: Sequence[Ref], states: Sequence[R
     handle.index.write(remembered.write_heads, pointing)
     handle.index.write(remembered.write_states, states)
     handle.index.write(remembered.write_forgotten, forgotten)
-
-
-def _are_whole_with_nulls(values: Sequence[Any]) -> bool:
-    kinds = set(map(type, values))
-    return kinds == {int, type(None)}
 
 
 def _cell(value: Any) -> str:

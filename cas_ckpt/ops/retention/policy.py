@@ -142,7 +142,12 @@ class Policy:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items() if value}
 
     def __str__(self) -> str:
-        return " ".join(_flags(self.rules())) or "no rules"
+        flags = [  # as the command line takes them
+            f"--{name.replace('_', '-').replace('tags', 'tag')} {'unlimited' if one == UNLIMITED else one}"
+            for name, value in self.rules().items()
+            for one in (value if isinstance(value, list) else [value])
+        ]
+        return " ".join(flags) or "no rules"
 
 
 def policy_from(rules: Mapping[str, Any]) -> Policy:
@@ -189,14 +194,6 @@ class Retention:
         """The rules for `branch`; None: all of its commits stay."""
         own = next((policy for pattern, policy in self.branches if fnmatchcase(branch, pattern)), self.default)
         return None if own.is_empty else own
-
-
-def _flags(rules: Mapping[str, Any]) -> Iterator[str]:
-    """The rules as the command line takes them."""
-    for name, value in rules.items():
-        flag = "--" + {"keep_tags": "keep-tag"}.get(name, name).replace("_", "-")
-        for one in value if isinstance(value, list) else [value]:
-            yield f"{flag} {'unlimited' if one == UNLIMITED else one}"
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:
@@ -248,8 +245,17 @@ def set_policy(handle: RepositoryHandle, policy: Policy, *, branch: str | None =
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
     if branch is None:
         return _change(handle, lambda held: replace(held, default=policy))
-    _check_pattern(branch)
-    return _change(handle, lambda held: _with_branch(held, branch, policy))
+    if not one_text("branch", branch) or len(branch) > 200 or not branch.isprintable():
+        raise InvalidInputError(f"{branch[:80]!r} is not a pattern of branches: write e.g. 'ft/*'")
+
+    def with_branch(held: Retention) -> Retention:
+        if branch in dict(held.branches):
+            return replace(held, branches=tuple((p, policy if p == branch else old) for p, old in held.branches))
+        if len(held.branches) >= MAX_TEXTS:
+            raise InvalidInputError(f"there are {MAX_TEXTS} patterns of branches already: clear some first")
+        return replace(held, branches=(*held.branches, (branch, policy)))
+
+    return _change(handle, with_branch)
 
 
 def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Retention:
@@ -267,20 +273,6 @@ def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Rete
         return replace(held, default=held.default if branch is not None else Policy(), branches=left)
 
     return _change(handle, without)
-
-
-def _check_pattern(pattern: str) -> None:
-    if not one_text("branch", pattern) or len(pattern) > 200 or not pattern.isprintable():
-        raise InvalidInputError(f"{pattern[:80]!r} is not a pattern of branches: write e.g. 'ft/*'")
-
-
-def _with_branch(held: Retention, pattern: str, policy: Policy) -> Retention:
-    """In the place of the rules that the pattern has, or behind all others."""
-    if pattern in dict(held.branches):
-        return replace(held, branches=tuple((p, policy if p == pattern else old) for p, old in held.branches))
-    if len(held.branches) >= MAX_TEXTS:
-        raise InvalidInputError(f"there are {MAX_TEXTS} patterns of branches already: clear some first")
-    return replace(held, branches=(*held.branches, (pattern, policy)))
 
 
 def _change(handle: RepositoryHandle, change: Callable[[Retention], Retention]) -> Retention:

@@ -184,7 +184,9 @@ class Walk:
                 yield batch
 
     def _through(self, commits: Sequence[Digest]) -> Iterator[Batch]:
-        level = self._take_commits(commits)
+        level: set[Digest] = set()  # roots and layouts of the commits whose states travel
+        for few in self._few_commits(commits):
+            level |= self._take_few(few)
         inside = set(commits)
         outside = {base for commit in commits for base in self._plan.bases[commit] if base not in inside}
         complete = self._roots_of(outside)
@@ -201,13 +203,6 @@ class Walk:
             complete = self._children_of(complete - level) if below else set()
             level = below
 
-    def _take_commits(self, commits: Sequence[Digest]) -> set[Digest]:
-        """Take these commits; the roots and layouts of those whose states travel."""
-        level: set[Digest] = set()
-        for few in self._few_commits(commits):
-            level |= self._take_few(few)
-        return level
-
     def _few_commits(self, commits: Sequence[Digest]) -> Iterator[Sequence[Digest]]:
         """`commits`, as many at a time as may be in memory, as far as indexes know how long they are."""
         there, here = (side.index.read(contents.locate, commits) for side in (self._target, self._source))
@@ -219,7 +214,8 @@ class Walk:
         level: set[Digest] = set()
         for digest in commits:
             commit = decode_commit(found[digest])
-            strange = [parent for parent in commit.parents if parent not in expected and not self._is_there(parent)]
+            strange = [parent for parent in commit.parents if parent not in expected]
+            strange = list(compress(strange, map(not_, self._target.known(strange))))
             if strange:
                 raise CorruptionError(
                     f"commit {short(digest)} follows {short(strange[0])}, which its index does not know: run "
@@ -231,8 +227,11 @@ class Walk:
                     is_promised = digest in self._plan.promised
                     keys = KeyPatterns(self._keys if is_promised else ())
                     parts = ask(self._source, stored_parts, Digest(commit.root), keys=keys)
-                    if is_promised:
-                        self._note_matches([part.key for part in parts])
+                    if is_promised:  # patterns that match a key of tensors that travel are of use
+                        matched = [part.key for part in parts]
+                        waiting = list(self._keys) if self._unmatched is None else self._unmatched
+                        compiled = [(pattern, compile_pattern(pattern)) for pattern in waiting]
+                        self._unmatched = [text for text, one in compiled if not any(map(one.fullmatch, matched))]
                     self._wanted.update(part.node for part in parts if part.node is not None)
         if self._later or self._commits.is_full:
             self._later += compress(commits, map(not_, self._target.known(commits)))
@@ -240,19 +239,10 @@ class Walk:
             self._keep(ObjectKind.COMMIT, found, self._commits)
         return level
 
-    def _note_matches(self, keys: Sequence[str]) -> None:
-        """Patterns that match one of these keys, of tensors that travel, are of use."""
-        waiting = list(self._keys) if self._unmatched is None else self._unmatched
-        compiled = [(pattern, compile_pattern(pattern)) for pattern in waiting]
-        self._unmatched = [pattern for pattern, one in compiled if not any(map(one.fullmatch, keys))]
-
     @property
     def unmatched(self) -> list[str]:
         """Patterns of which no tensor came, of the promised commits that were gone through; none, if none were."""
         return self._unmatched or []
-
-    def _is_there(self, commit: Digest) -> bool:
-        return self._target.known([commit])[0]
 
     def _located(self, digests: Sequence[Digest]) -> Iterator[tuple[Sequence[Digest], _Places]]:
         """These objects and where they are, as many at a time as may be in memory."""
@@ -294,7 +284,8 @@ class Walk:
         """Put into the batch what the target lacks."""
         digests = list(found)
         for digest in compress(digests, map(not_, self._target.known(digests))):
-            batch.nodes.append(Node(kind, digest, found[digest], _named_by(kind, found[digest])))
+            children = () if kind == ObjectKind.COMMIT else node_children(kind, found[digest])
+            batch.nodes.append(Node(kind, digest, found[digest], children))
             batch.node_bytes += len(found[digest])
 
     def _places(self, digests: Sequence[Digest]) -> _Places:
@@ -367,7 +358,3 @@ def _in_bytes(digests: Sequence[Digest], places: _Places) -> Iterator[Sequence[D
         total += length
     if start < len(digests):
         yield digests[start:]
-
-
-def _named_by(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:
-    return () if kind == ObjectKind.COMMIT else node_children(kind, data)

@@ -138,8 +138,20 @@ def _each_update(handle: RepositoryHandle, request: PushRequest, usual: Sequence
             continue
         ref = _local(handle, spec.source)
         kind = RefKind.BRANCH if ref is None else ref.kind
-        kind, target = whole_name(spec.target, kind) if spec.target else _own(handle, spec.source, ref)
-        digest = _resolved(handle, spec.source) if ref is None or ref.target is None else ref.target
+        if spec.target:
+            kind, target = whole_name(spec.target, kind)
+        elif ref is not None:
+            target = ref.name
+        else:
+            resolve(handle, spec.source)  # what is not there at all needs no name
+            raise InvalidInputError(
+                f"{spec.source!r} is no branch or tag: say what to call it there, {spec.source}:BRANCH"
+            )
+        digest = None if ref is None else ref.target
+        if digest is None:
+            digest = resolve(handle, spec.source)
+            if digest in read_forgotten_leniently(handle.store):
+                raise NotFoundError(f"commit {digest.hex()[:12]} was forgotten: its data cannot be pushed")
         note = ref.note if ref is not None and kind is not RefKind.BRANCH else None
         same = ref is not None and (ref.kind, ref.name) == (kind, target)
         signature = ref.signature if ref is not None and same else None
@@ -159,21 +171,6 @@ def _local(handle: RepositoryHandle, name: str) -> Ref | None:
     except InvalidInputError:
         return None  # main~3, HEAD
     return None if ref is None or ref.kind is RefKind.REMOTE else ref
-
-
-def _own(handle: RepositoryHandle, source: str, ref: Ref | None) -> tuple[RefKind, str]:
-    if ref is None:
-        resolve(handle, source)  # what is not there at all needs no name
-        raise InvalidInputError(f"{source!r} is no branch or tag: say what to call it there, {source}:BRANCH")
-    return ref.kind, ref.name
-
-
-def _resolved(handle: RepositoryHandle, revision: str) -> Digest:
-    """The commit, if it has its data."""
-    digest = resolve(handle, revision)
-    if digest in read_forgotten_leniently(handle.store):
-        raise NotFoundError(f"commit {digest.hex()[:12]} was forgotten: its data cannot be pushed")
-    return digest
 
 
 def _leased(handle: RepositoryHandle, update: RefUpdate, request: PushRequest, name: str | None) -> RefUpdate:

@@ -20,7 +20,7 @@ gc/state has when the ref is swapped. The source is only read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -249,7 +249,11 @@ class _Sending:
                 check_move(self.target, heads[update.key], update.name, update.target, source=self.source)
         if not self.options.again and all(_is_settled(update, heads[update.key]) for update in self.updates):
             return self._reported()
-        generation = self._begin()
+        if self.options.dry_run:
+            self.target.sync()
+            generation = read_gc_state(self.target.store).generation
+        else:
+            generation = self.target.begin_writing()
         plan = self._plan(graph, tips, heads, generation)
         new = set(plan.commits) - self.again
         self.report = replace(self.report, num_commits=len(new), num_forgotten=len(new - plan.with_data))
@@ -258,7 +262,10 @@ class _Sending:
             if self.options.shard is not None:
                 batch = batch.of(self.options.shard)
             if batch.holds_commits and not self.options.dry_run:
-                self._begin_refs(heads)
+                named = [update for update in self.updates if update.target is not None]
+                if named and not any(heads.values()):
+                    # s3: one is begun, as commits without a trace of a ref pass for those of lost refs.
+                    ref_for_writing(self.target, named[0].kind, named[0].name)
                 if len(plan.commits) > 1:
                     self._release(batch, tips)
             self._copy(batch, generation)
@@ -270,16 +277,16 @@ class _Sending:
         if self.options.shard is not None:
             return replace(self.report, refs=(), num_commits=0, num_forgotten=0)
         if not self.options.dry_run:
-            self._record_forgotten(plan)
+            # s4: what came without its data is forgotten there; what came with it is not, whatever records said.
+            without_data = set(plan.commits) - plan.with_data - self.without_data - self.again
+            if without_data:
+                write_forgotten(self.target.store, without_data, author=default_author())
+            back = self.without_data & plan.with_data
+            if back:
+                unforget(self.target, back)
             for update in sorted(self.updates, key=lambda each: each.target is None):
                 self._move(update, graph, generation, brought=plan.with_data - self.without_data - self.again)
         return self._reported()
-
-    def _begin_refs(self, heads: Mapping[str, Ref | None]) -> None:
-        """s3: where no ref may be yet, one is begun: commits without a trace of a ref pass for those of lost refs."""
-        new = [update for update in self.updates if update.target is not None]
-        if new and not any(heads.values()):
-            ref_for_writing(self.target, new[0].kind, new[0].name)
 
     def _release(self, batch: Batch, tips: Sequence[Digest]) -> None:
         """s3: no commit of `batch` is an orphan until a ref names it; tips lead to all of them once they are there."""
@@ -304,12 +311,6 @@ class _Sending:
             with suppress(PermissionDeniedError):  # the refs are there; gc takes out of a record what refs lead to
                 for key in self.released:
                     self.target.store.delete(key)
-
-    def _begin(self) -> Generation:
-        if not self.options.dry_run:
-            return self.target.begin_writing()
-        self.target.sync()
-        return read_gc_state(self.target.store).generation
 
     # --- refs ---------------------------------------------------------------------------------
 
@@ -413,15 +414,6 @@ class _Sending:
         graph = read_graph(self.target)
         return {digest for digest in graph.reached(fenced) if digest in graph}
 
-    def _record_forgotten(self, plan: CommitPlan) -> None:
-        """s4: what came without its data is forgotten there; what came with it is not, whatever records said."""
-        without_data = set(plan.commits) - plan.with_data - self.without_data - self.again
-        if without_data:
-            write_forgotten(self.target.store, without_data, author=default_author())
-        back = self.without_data & plan.with_data
-        if back:
-            unforget(self.target, back)
-
     # --- copying ------------------------------------------------------------------------------
 
     def _copy(self, batch: Batch, generation: Generation) -> None:
@@ -433,11 +425,12 @@ class _Sending:
         if self.options.dry_run:
             self.counted.update([digest for digest, _ in extents], [node.digest for node in nodes])
         else:
+            wanted = (getattr(handle.store.abilities, "parallel", 1) for handle in (self.source, self.target))
             with phase(self.options.progress, "copying", copied):
                 packs = copy_extents(
                     self.source.store, self.target.store, units, relocate=self.source.relocate,
-                    num_threads=self._num_threads(), progress=self.options.progress,
-                    throttle=self.throttle, on_pack=self.session.beat,
+                    num_threads=current_limits().num_threads or max(default_threads(), *wanted),
+                    progress=self.options.progress, throttle=self.throttle, on_pack=self.session.beat,
                 )  # fmt: skip
             if nodes:
                 ordered, hints = self.target.hints.copies(nodes, packs)
@@ -451,10 +444,6 @@ class _Sending:
             num_bytes=self.report.num_bytes + num_bytes,
             num_packs=self.report.num_packs + len(packs),
         )
-
-    def _num_threads(self) -> int:
-        wanted = (getattr(handle.store.abilities, "parallel", 1) for handle in (self.source, self.target))
-        return current_limits().num_threads or max(default_threads(), *wanted)
 
 
 def _named(update: RefUpdate, target: Digest) -> Ref:

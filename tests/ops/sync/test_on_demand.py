@@ -204,7 +204,9 @@ def test_a_collection_at_the_tier_meanwhile_moves_what_is_brought(tmp_path: Path
     with_tier(tmp_path, commits=3)
     lose_data(tmp_path)
     with Repository.open(tmp_path / "here") as here, Repository.open(tmp_path / "there") as there:
-        here._handle.elsewhere._repository(str(tmp_path / "there")).sync()  # knows the packs of before
+        other = RepositoryHandle.open(str(tmp_path / "there"), read_only=True)
+        other.sync()  # knows the packs of before
+        here._handle.elsewhere._opened[str(tmp_path / "there")] = other
         before = data_packs(tmp_path / "there")
         there.repack()
         assert before != data_packs(tmp_path / "there")
