@@ -550,8 +550,13 @@ def describe(copies: Sequence[TensorCopy]) -> bytes:
         name = None if placement is None else name_of.get(id(placement))
         if placement is not None and name is None:
             name = name_of[id(placement)] = names.setdefault(placement, len(names))
-        kind, digest = _id_of(copy.stored)
-        spec = copy.stored.spec
+        stored, spec = copy.stored, copy.stored.spec
+        if stored.node is not None:
+            kind, digest = (_SINGLE if stored.single else _NODE), stored.node
+        elif stored.inline is not None:
+            kind, digest = _INLINE, leaf_digest(stored.inline)
+        else:
+            raise InternalError("a tensor that is neither stored nor inline")
         rows.append([render_key(copy.path), spec.dtype, list(spec.shape), kind, digest, name])
     rows.sort(key=lambda row: str(row[0]))
     # Numbered again in the order of the keys, so that the order of `copies` shows nowhere.
@@ -560,14 +565,6 @@ def describe(copies: Sequence[TensorCopy]) -> bytes:
         row[-1] = order.get(row[-1])
     placements = sorted(names, key=lambda placement: order[names[placement]])
     return pack_atom([list(map(pack_placement, placements)), rows])
-
-
-def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
-    if stored.node is not None:
-        return (_SINGLE if stored.single else _NODE), stored.node
-    if stored.inline is None:
-        raise InternalError("a tensor that is neither stored nor inline")
-    return _INLINE, leaf_digest(stored.inline)
 
 
 def merge_requests(
@@ -594,7 +591,14 @@ def merge_requests(
         rows = rows_of[key]
         spec, kind, digest = rows[0][0].stored
         if any(row.stored != (spec, kind, digest) for row, _ in rows[1:]):
-            raise _disagreement(key, rows, rank_sets)
+            ranks_of: dict[str, set[int]] = {}
+            for row, number in rows:
+                wanted, _, stored_as = row.stored
+                ranks_of.setdefault(f"{wanted} stored as {short(stored_as)}", set()).update(rank_sets[number])
+            parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in ranks_of.items())
+            raise MismatchError(
+                f"{key}: the ranks want different tensors under this key ({parts}): check out the same commit on all"
+            )
         if kind == _INLINE:
             continue
         # One tuple for all that are wanted alike: plans recognise them by it. Rows of one description share
@@ -605,17 +609,6 @@ def merge_requests(
         tensors.append(StoredTensor(spec, Flavor.TORCH, digest, None, single=kind == _SINGLE))
         requests.append(RestoreRequest(key, spec, shards[alike]))
     return requests, tensors
-
-
-def _disagreement(key: str, rows: Sequence[tuple[_Row, int]], rank_sets: Sequence[frozenset[int]]) -> MismatchError:
-    ranks_of: dict[str, set[int]] = {}
-    for row, number in rows:
-        spec, _, digest = row.stored
-        ranks_of.setdefault(f"{spec} stored as {short(digest)}", set()).update(rank_sets[number])
-    parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in ranks_of.items())
-    return MismatchError(
-        f"{key}: the ranks want different tensors under this key ({parts}): check out the same commit on all"
-    )
 
 
 def _shards(shape: tuple[int, ...], placed: Iterable[tuple[Placement | None, frozenset[int]]]) -> tuple[Shard, ...]:

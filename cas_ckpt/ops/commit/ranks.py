@@ -124,8 +124,10 @@ def compare_replicas(
         digest = blake3()
         for _ in each.pieces if checksums else ():
             digest.update(next(sums))
-        if share:
-            _sample(digest, each, sources[each.tensor], held[each.tensor].spec.item_bytes, share, seed)
+        item_bytes = held[each.tensor].spec.item_bytes
+        for box in _stretches(each, share, item_bytes, seed) if share else ():
+            array = np.ascontiguousarray(as_raw(sources[each.tensor].read(box), item_bytes))
+            digest.update(array.reshape(-1).view(np.uint8).data)
         messages[each.ranks[0]].append(digest.digest(length=TOLD_BYTES))
     received = [memoryview(data) for data in peers.exchange([b"".join(digests) for digests in messages])]
     found = _compare(held, [each for each in mine if each.ranks[0] == peers.rank], received)
@@ -193,14 +195,6 @@ def _overlaps(held: Held, whole: int | None) -> Iterator[tuple[tuple[Box, ...], 
 def _whole(held: Held) -> int | None:
     """Number of the shard that is the whole tensor, if there is one."""
     return next((at for at, shard in enumerate(held.shards) if shard.pieces == (held.spec.box,)), None)
-
-
-def _sample(
-    digest: blake3, comparison: _Comparison, source: ArraySource, item_bytes: int, share: float, seed: bytes
-) -> None:
-    for box in _stretches(comparison, share, item_bytes, seed):
-        array = np.ascontiguousarray(as_raw(source.read(box), item_bytes))
-        digest.update(array.reshape(-1).view(np.uint8).data)
 
 
 def _stretches(comparison: _Comparison, share: float, item_bytes: int, seed: bytes) -> Iterator[Box]:

@@ -180,11 +180,30 @@ def checked_fields(request: CommitRequest) -> CommitFields:
         )
     metrics = {}
     for name, value in given_metrics.items():
-        metrics[name] = _metric(name, value)
+        detach = getattr(value, "detach", None)  # a loss that still belongs to a graph
+        try:
+            number = float(detach() if callable(detach) else value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidInputError(f"metric {name!r} is not a number that a float can hold: {error}") from error
+        check_text("name of a metric", name)
+        if isinstance(value, (bool, str)):
+            raise InvalidInputError(f"metric {name!r} is {value!r}: wanted a number")
+        metrics[name] = math.nan if math.isnan(number) else number  # one NaN, so that equal commits have equal ids
     for name, listed in (("lineage", request.lineage), ("parents", request.parents)):
         if isinstance(listed, str) or not isinstance(listed, Sequence):
             raise InvalidInputError(f"{name} is {shown_value(listed)}: give a list")
-    lineage = tuple(map(_lineage, request.lineage))
+    lineage = []
+    for one in request.lineage:
+        if not isinstance(one, Lineage):
+            raise InvalidInputError(f'lineage holds {shown_value(one)}: wanted e.g. Lineage("fine-tune-of", "base")')
+        if not isinstance(one.kind, str) or not is_lineage_kind(one.kind):
+            raise InvalidInputError(
+                f"{shown_value(one.kind)} is not a kind of lineage: use small letters, digits and '-'"
+            )
+        target = revision_text(one.target)
+        check_text("name of what a state was made from", target)
+        note = None if one.meta is None else encode_value(one.meta, key=f"metadata of {one.kind}")
+        lineage.append((one.kind, target, note))
     parents = tuple(map(revision_text, request.parents))
     for revision in parents:
         check_text("name of a parent", revision)
@@ -196,20 +215,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
         if given is not True and not isinstance(given, Mapping):
             raise InvalidInputError(f"provenance is {shown_value(given)}: give True, False or a mapping")
         provenance = encode_value({} if given is True else dict(given), key="provenance")
-    return CommitFields(message, author, step, metrics, meta, lineage, provenance, parents, came_from)
-
-
-def _lineage(given: Any) -> tuple[str, str, bytes | None]:
-    if not isinstance(given, Lineage):
-        raise InvalidInputError(f'lineage holds {shown_value(given)}: wanted e.g. Lineage("fine-tune-of", "base")')
-    if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
-        raise InvalidInputError(
-            f"{shown_value(given.kind)} is not a kind of lineage: use small letters, digits and '-'"
-        )
-    target = revision_text(given.target)
-    check_text("name of what a state was made from", target)
-    note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
-    return given.kind, target, note
+    return CommitFields(message, author, step, metrics, meta, tuple(lineage), provenance, parents, came_from)
 
 
 def decoded_lineage(checked: Iterable[tuple[str, str, bytes | None]]) -> list[Lineage]:
@@ -223,18 +229,6 @@ def working_folder() -> str:
         return os.getcwd()
     except OSError:
         return ""
-
-
-def _metric(name: str, value: Any) -> float:
-    detach = getattr(value, "detach", None)  # a loss that still belongs to a graph
-    try:
-        number = float(detach() if callable(detach) else value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInputError(f"metric {name!r} is not a number that a float can hold: {error}") from error
-    check_text("name of a metric", name)
-    if isinstance(value, (bool, str)):
-        raise InvalidInputError(f"metric {name!r} is {value!r}: wanted a number")
-    return math.nan if math.isnan(number) else number  # one NaN, so that equal commits have equal ids
 
 
 def capture_provenance(given: Mapping[str, Any], command: Sequence[str], folder: str | None = None) -> dict[str, Any]:

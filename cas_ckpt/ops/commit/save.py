@@ -340,19 +340,12 @@ class Draft:
             for node in nodes:
                 made[node.digest] = node
             trees[id(container)] = nodes[-1].digest
-        return _by_level(made), trees[id(self.root)]
-
-
-def _by_level(nodes: Mapping[Digest, Node]) -> list[Node]:
-    """Those that refer to no node first, then those above them, and so on; `nodes`: children before parents.
-
-    What one node refers to gets neighbouring numbers in the index then, as packs are read in their order. A later
-    version of that node refers to nearly all of it again: rows in `edges_by_child` that are on few pages.
-    """
-    levels: dict[Digest, int] = {}
-    for digest, node in nodes.items():
-        levels[digest] = 1 + max([levels.get(child, 0) for child in node.children], default=0)
-    return sorted(nodes.values(), key=lambda node: levels[node.digest])
+        # What one node refers to gets neighbouring numbers in the index so, as packs are read in their order. A later
+        # version of that node refers to nearly all of it again: rows in `edges_by_child` that are on few pages.
+        levels: dict[Digest, int] = {}
+        for digest, node in made.items():  # children before parents
+            levels[digest] = 1 + max([levels.get(child, 0) for child in node.children], default=0)
+        return sorted(made.values(), key=lambda node: levels[node.digest]), trees[id(self.root)]
 
 
 @dataclass(frozen=True, slots=True)

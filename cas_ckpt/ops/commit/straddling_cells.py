@@ -14,6 +14,7 @@ addresses; what is written is the copy that was hashed. Memory is bounded by the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,10 +41,6 @@ from cas_ckpt.transfer.save import Buffers, Claims, TensorWork
 
 _KNOWN, _NEW = b"\0", b"\1"
 _Job: TypeAlias = Callable[[], None]
-
-
-def _call(job: _Job) -> None:
-    job()
 
 
 @dataclass(slots=True)
@@ -134,13 +131,14 @@ class StraddlingSaver:
                 new.cells = [_Cell(each, self._works[each.tensor]) for each in found]
             # Verdicts come first: what the disk has to write it gets before more is hashed.
             messages = self._verdicts_out(named.cells, claims)
-            self._add_digests(hashed.cells, messages)
+            for cell in hashed.cells:
+                messages[cell.plan.home].extend(run.digests for run in cell.runs)
             self._add_pieces(new.cells, messages)
             received = [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]
             jobs = list(self._writes(named, received, sink, policy, buffers))
             self._name(hashed.cells, received)
             jobs += self._hashes(new, received, buffers)
-            run_all(jobs, lambda: _call, num_threads=self._num_threads)
+            run_all(jobs, lambda: operator.call, num_threads=self._num_threads)
             named, hashed = hashed, new
         for work in self._straddling.values():
             saved(work.source)
@@ -215,10 +213,6 @@ class StraddlingSaver:
         self._progress.advance(run.num_bytes)
 
     # --- 3: names -------------------------------------------------------------------------
-
-    def _add_digests(self, cells: Sequence[_Cell], messages: list[list[Buffer]]) -> None:
-        for cell in cells:
-            messages[cell.plan.home].extend(run.digests for run in cell.runs)
 
     def _name(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
         for cell in cells:

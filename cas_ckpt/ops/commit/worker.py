@@ -168,7 +168,10 @@ class CommitWorker:
         memory: FrozenMemory | None, progress: Progress, check: Callable[[], object],
     ) -> CommitInfo:  # fmt: skip
         """The commit. Raises ChildEnded if the process died before it began with it."""
-        child = self._started()
+        if self._child is not None and not self._child.alive:
+            _LOGGER.info("worker process %d has ended since the last commit: another one is started", self._child.pid)
+            self._discard()
+        child = self.start()
         asked = _Asked(self, child, request, peers, progress, check)
         try:
             job = self._job(child, tree, request, arenas, peers, self._frozen_epoch(memory), asked)
@@ -191,13 +194,6 @@ class CommitWorker:
         if now[0] is not self._frozen[0] or now[1] != self._frozen[1]:
             self._frozen, self._epoch = now, self._epoch + 1
         return self._epoch
-
-    def _started(self) -> ChildProcess:
-        child = self._child
-        if child is not None and not child.alive:
-            _LOGGER.info("worker process %d has ended since the last commit: another one is started", child.pid)
-            self._discard()
-        return self.start()
 
     def _job(
         self, child: ChildProcess, tree: Container, request: CommitRequest, arenas: Sequence[Arena], peers: Peers,

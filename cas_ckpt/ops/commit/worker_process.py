@@ -190,20 +190,16 @@ def received_tree(served: Served, rows: Rows) -> Container:
     items: list[Item] = []
     for parent, name, item in rows:
         if isinstance(item, Container) and isinstance(item.attrs, bytes):
-            item = replace(item, attrs=_decoded(item.attrs))
+            try:
+                item = replace(item, attrs=decode_value(item.attrs))
+            except UnsupportedValueError:  # pickled: they are stored as they are
+                item = replace(item, attrs=EncodedValue(item.attrs))
         elif isinstance(item, TensorItem):
             item.source = _received_source(served, item)
         items.append(item)
         if parent >= 0:
             cast(Container, items[parent]).children[name] = item
     return cast(Container, items[0])
-
-
-def _decoded(attrs: bytes) -> Any:
-    try:
-        return decode_value(attrs)
-    except UnsupportedValueError:  # pickled: they are stored as they are
-        return EncodedValue(attrs)
 
 
 # --- sources ----------------------------------------------------------------------------------
@@ -313,7 +309,11 @@ class Commits:
     def __call__(self, served: Served, job: Job) -> str | None:
         """The branch that the commit went to. Once it is made, nothing here reads or writes."""
         leave_core(job.core, pid=os.getppid())
-        _log_to(served, job.log_level)
+        root = logging.getLogger()
+        if not root.handlers:
+            root.addHandler(_ToParent(served))
+            logging.captureWarnings(True)
+        root.setLevel(job.log_level)
         if self._handle is None:
             url, index_place, cache = job.repository
             self._handle = RepositoryHandle.open(url, index_url=index_place, cache=cache)
@@ -418,11 +418,3 @@ class _ToParent(logging.handlers.QueueHandler):
         """Send one line, its traceback in it."""
         record.pathname = "(worker process)"
         cast(Served, self.queue).tell(LOG, record)
-
-
-def _log_to(served: Served, level: int) -> None:
-    root = logging.getLogger()
-    if not root.handlers:
-        root.addHandler(_ToParent(served))
-        logging.captureWarnings(True)
-    root.setLevel(level)

@@ -579,25 +579,22 @@ class Repacker:
         self._leaving = frozenset(packs)
         try:
             present = self._handle.present_packs()
-            for batch in pack_batches((pack, present.get(pack, 0)) for pack in packs):
-                self._copy_batch([pack for pack, _ in batch])
+            for batch in pack_batches(
+                (pack, present.get(pack, 0)) for pack in packs
+            ):  # the index is asked once of each
+                entries = self._living.live_entries([pack for pack, _ in batch])
+                wanted = [extent.digest for extents in entries.values() for extent in extents]
+                try:
+                    located = self._handle.locate(wanted, here=True)
+                except (CorruptionError, NotFoundError):
+                    located = None  # one of them has lost something: each is asked for by itself, and that one stays
+                for pack, _ in batch:
+                    self._copy_pack(pack, entries[pack], located)
             self._copies.num_bytes = sum(pack.size_bytes for pack in self._sink.finish())
         except BaseException:
             self._sink.abort()
             raise
         return self._copies
-
-    def _copy_batch(self, packs: Sequence[str]) -> None:
-        """Copy some packs, of which the index is asked once."""
-        entries = self._living.live_entries(packs)
-        try:
-            located = self._handle.locate(
-                [extent.digest for extents in entries.values() for extent in extents], here=True
-            )
-        except (CorruptionError, NotFoundError):
-            located = None  # one of them has lost something: each is asked for by itself, and that one stays
-        for pack in packs:
-            self._copy_pack(pack, entries[pack], located)
 
     def _copy_pack(
         self, pack: str, extents: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]] | None
@@ -606,7 +603,13 @@ class Repacker:
             if located is None:
                 located = self._handle.locate([extent.digest for extent in extents], here=True)
             nodes = [extent for extent in extents if extent.kind != ObjectKind.CHUNK]
-            self._copy_nodes([node for node in nodes if not self._is_kept_node(node, located[node.digest])], located)
+            by_kind: dict[ObjectKind, list[Digest]] = {}
+            for node in nodes:
+                if not self._is_kept_node(node, located[node.digest]):
+                    by_kind.setdefault(ObjectKind(node.kind), []).append(node.digest)
+            for kind, digests in by_kind.items():
+                for digest, data in read_nodes(_Located(self._handle, located), kind, digests).items():
+                    self._sink.add_node(Node(kind, digest, data))
             self._done.update(node.digest for node in nodes)
             chunks = {extent.digest: extent for extent in extents if extent.kind == ObjectKind.CHUNK}
             left = [chunk for chunk in chunks.values() if chunk.digest not in self._done]
@@ -633,15 +636,6 @@ class Repacker:
     def _staying(self, places: Sequence[Location]) -> list[Location]:
         """The places in packs that stay."""
         return [place for place in places if place.pack not in self._leaving]
-
-    def _copy_nodes(self, extents: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]]) -> None:
-        by_kind: dict[ObjectKind, list[Digest]] = {}
-        source = _Located(self._handle, located)
-        for extent in extents:
-            by_kind.setdefault(ObjectKind(extent.kind), []).append(extent.digest)
-        for kind, digests in by_kind.items():
-            for digest, data in read_nodes(source, kind, digests).items():
-                self._sink.add_node(Node(kind, digest, data))
 
     def _copy_chunks(self, chunks: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]]) -> None:
         """Copy those chunks that have no intact copy in packs that stay; over a network many are read at once."""

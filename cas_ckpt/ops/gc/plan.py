@@ -136,7 +136,12 @@ def choose_packs(
     copied += _affordable(parts, sizes, waste, budget)
     taken |= {pack.name for pack in copied}
     many = MANY_SMALL if options.many_small is None else options.many_small
-    small = _small(sizes, taken, waste, many, pack_bytes, budget) if many else []
+    small: list[PackChoice] = []
+    for kind, limit in ((PackKind.DATA, pack_bytes // SMALL_SHARE), (PackKind.META, SMALL_META_BYTES)):
+        end = f".{kind.suffix}"
+        names = sorted(name for name in sizes.keys() - taken if name.endswith(end) and sizes[name] < limit)
+        if many and len(names) >= max(many, 2):
+            small += _affordable(names, sizes, waste, budget)
     merged, unmerged = (small, []) if local or options.many_small is not None else ([], small)
     copied += merged
     gone = {pack.name for pack in copied}
@@ -193,20 +198,6 @@ def _sparse(packs: Iterable[PackLiveness], total_bytes: int, max_unused: float, 
             chosen.append(PackChoice(pack.name, pack.size_bytes, needed))
             wasted -= _waste(pack)
             total_bytes -= _waste(pack)
-    return chosen
-
-
-def _small(
-    sizes: Mapping[str, int], taken: Iterable[str], waste: Mapping[str, int], many: int, pack_bytes: int,
-    budget: _Budget,
-) -> list[PackChoice]:  # fmt: skip
-    chosen: list[PackChoice] = []
-    out = set(taken)
-    for kind, limit in ((PackKind.DATA, pack_bytes // SMALL_SHARE), (PackKind.META, SMALL_META_BYTES)):
-        suffix = f".{kind.suffix}"
-        small = [n for n, size in sizes.items() if n not in out and n.endswith(suffix) and size < limit]
-        if len(small) >= max(many, 2):
-            chosen += _affordable(sorted(small), sizes, waste, budget)
     return chosen
 
 

@@ -217,10 +217,22 @@ def held_regions(shape: Sequence[int], grid: Grid | None, division: Division) ->
     check_entries(most_pieces(shape, division), "the ways in which ranks held one tensor stand")
     for placement in division.placements:
         for box, _ in placement.boxes if isinstance(placement, BoxPlacement) else ():
-            _check_inside(box, shape)
+            fits = len(box.offsets) == len(shape) and all(
+                start + size <= whole for start, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
+            )
+            if not fits:
+                raise InvalidInputError(
+                    f"a box at {box.offsets} of sizes {box.sizes} does not lie inside of {tuple(shape)}"
+                )
     shards = holdings(shape, division.placements, division.everywhere)
     if math.prod(shape) == 0:
-        return [whole_region(shape, None, _ranks_of(division))]
+        every = list(division.everywhere)
+        for placement in division.placements:
+            if isinstance(placement, BoxPlacement):
+                every += [rank for _, holders in placement.boxes for rank in holders]
+            else:
+                every += placement.mesh.ranks
+        return [whole_region(shape, None, RankSet.of(every))]
     ranks = [RankSet.of(shard.ranks) for shard in shards]
     pieces = [(at, piece) for at, shard in enumerate(shards) for piece in shard.pieces]
     counts = [0 if grid is None else num_cells(grid, piece) for _, piece in pieces]
@@ -240,24 +252,6 @@ def whole_region(shape: Sequence[int], grid: Grid | None, ranks: RankSet) -> Hel
     """All of a tensor, held by `ranks`; arguments as for `held_regions`."""
     box = Box((0,) * len(shape), tuple(shape))
     return HeldRegion(box, ranks, 0 if grid is None else num_cells(grid, box), RankSet())
-
-
-def _check_inside(box: Box, shape: Sequence[int]) -> None:
-    fits = len(box.offsets) == len(shape) and all(
-        start + size <= whole for start, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
-    )
-    if not fits:
-        raise InvalidInputError(f"a box at {box.offsets} of sizes {box.sizes} does not lie inside of {tuple(shape)}")
-
-
-def _ranks_of(division: Division) -> RankSet:
-    ranks = list(division.everywhere)
-    for placement in division.placements:
-        if isinstance(placement, BoxPlacement):
-            ranks += [rank for _, holders in placement.boxes for rank in holders]
-        else:
-            ranks += placement.mesh.ranks
-    return RankSet.of(ranks)
 
 
 def most_pieces(shape: Sequence[int], division: Division) -> int:

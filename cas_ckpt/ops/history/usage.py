@@ -531,16 +531,25 @@ def run_facts(handle: RepositoryHandle) -> RunFacts:
 
 def plan_month(facts: RunFacts, rates: MonthRates) -> MonthlyCost:
     """Requests and bytes of 30 days; the module says what is counted."""
-    commits = rates.commits_per_day * DAYS
+    commits, restores = rates.commits_per_day * DAYS, rates.restores_per_day * DAYS
     rows = [
         MonthRow(
             "commits", commits, commits * (COMMIT_WRITES + data_writes(facts.new_bytes, facts.pack_bytes)),
             commits * COMMIT_READS, commits * facts.new_bytes,
         ),
-        _restores(facts, rates.restores_per_day * DAYS),
+        replace(
+            _simple("restores", restores, RESTORE_WRITES, RESTORE_READS + -(-facts.state_bytes // READ_BYTES)),
+            read_bytes=restores * facts.state_bytes,
+        ),
         _simple("looks", rates.looks_per_day * DAYS, LOOK_WRITES, LOOK_READS),
     ]  # fmt: skip
-    stored, packs = _stored(facts, rates, commits)
+    # Bytes and packs that are there on average: half of the month's is new, or as much as is kept.
+    each = 1 + (-(-facts.new_bytes // facts.pack_bytes) if facts.new_bytes else 0)
+    if rates.keep_days is None:
+        stored, packs = facts.stored_bytes + commits * facts.new_bytes / 2, facts.num_packs + commits * each / 2
+    else:
+        kept = rates.commits_per_day * rates.keep_days
+        stored, packs = facts.state_bytes + kept * facts.new_bytes, kept * each
     pages = 4 * (packs // LISTED_KEYS)
     rows.append(_simple("collections", rates.collections_per_day * DAYS, GC_WRITES + pages, GC_READS))
     total = MonthRow("all", sum(row.times for row in rows), *(
@@ -561,20 +570,5 @@ def _pack_writes(num_bytes: float) -> float:
     return 1 if num_bytes <= PART_BYTES else PACK_WRITES + -(-num_bytes // PART_BYTES)
 
 
-def _restores(facts: RunFacts, times: float) -> MonthRow:
-    reads = RESTORE_READS + -(-facts.state_bytes // READ_BYTES)
-    return replace(_simple("restores", times, RESTORE_WRITES, reads), read_bytes=times * facts.state_bytes)
-
-
 def _simple(what: str, times: float, writes: float, reads: float) -> MonthRow:
     return MonthRow(what, times, times * writes, times * reads)
-
-
-def _stored(facts: RunFacts, rates: MonthRates, commits: float) -> tuple[float, float]:
-    """Bytes and packs that are there on average: half of the month's is new, or as much as is kept."""
-    data_packs = -(-facts.new_bytes // facts.pack_bytes) if facts.new_bytes else 0
-    each = 1 + data_packs
-    if rates.keep_days is None:
-        return facts.stored_bytes + commits * facts.new_bytes / 2, facts.num_packs + commits * each / 2
-    kept = rates.commits_per_day * rates.keep_days
-    return facts.state_bytes + kept * facts.new_bytes, kept * each

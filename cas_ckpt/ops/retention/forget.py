@@ -150,10 +150,13 @@ def choose(
     named = naming(refs)
     rows = _history(handle, refs)
     restored = handle.index.read(remembered.proven_commits) if retention.asks_for_restores else {}
-    known: dict[bytes, Candidate] = {
-        digest: _candidate(row, named.get(digest), digest in before, restored.get(digest))
-        for digest, row in rows.items()
-    }
+    known: dict[bytes, Candidate] = {}
+    for digest, row in rows.items():
+        # A forgotten commit that a ref names keeps its data, so it is a candidate like any other.
+        known[digest] = replace(
+            named.get(digest) or Candidate(digest, forgotten=digest in before), parents=tuple(map(Digest, row.parents)),
+            time_us=row.time_us, step=row.step, metrics=row.metrics, restored=restored.get(digest),
+        )  # fmt: skip
     lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
     decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
     going = {decision.commit.id for decision in decisions if not decision.keep}
@@ -183,15 +186,6 @@ def _not_at_tiers(
 def _damaged(tier: RepositoryHandle) -> set[str]:
     """Ids of the commits that are damaged there; every byte is read."""
     return {hit.commit for each in check_open(tier, DataOptions()).problems for hit in each.hits}
-
-
-def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored: int | None) -> Candidate:
-    """A forgotten commit that a ref names keeps its data, so it is a candidate like any other."""
-    candidate = named or Candidate(Digest(row.digest), forgotten=forgotten)
-    parents = tuple(Digest(parent) for parent in row.parents)
-    return replace(
-        candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics, restored=restored
-    )
 
 
 def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[str]) -> Iterator[Line]:
