@@ -20,7 +20,8 @@ from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import new_repository
 from tests.processes import ROOT
 
-ALLOWED_BYTES = 300 * 1000 * 1000
+ALLOWED_BYTES = 210 * 1000 * 1000
+"""167 are taken; 252 if the rows of all nodes are brought into the index at once."""
 
 CHILD = """
     import resource, sys
@@ -67,7 +68,8 @@ def many_lists(number: int) -> Iterator[Node]:
 
 
 def publish(handle: RepositoryHandle, root: Digest, others: Sequence[Node]) -> None:
-    """Let main name a commit of this state."""
+    """Let main name a commit of this state; no index is made of its nodes here."""
+    generation = handle.begin_writing()
     layout = make_node(ObjectKind.LAYOUT, {"world_size": 1, "mesh": [], "placements": {}, "aliases": []})
     decode_layout(layout.data)
     fields = {"parents": [], "message": "", "author": "", "time_us": 0, "step": None, "metrics": [], "meta": None}
@@ -76,7 +78,7 @@ def publish(handle: RepositoryHandle, root: Digest, others: Sequence[Node]) -> N
         write_nodes(handle.store, others[start : start + 100_000])
     write_nodes(handle.store, [layout, commit])
     ref = handle.refs.create_placeholder(RefKind.BRANCH, "main")
-    handle.refs.swap(ref, commit.digest, generation=handle.begin_writing())
+    handle.refs.swap(ref, commit.digest, generation=generation)
 
 
 @pytest.mark.slow
@@ -84,17 +86,17 @@ def publish(handle: RepositoryHandle, root: Digest, others: Sequence[Node]) -> N
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
 @pytest.mark.parametrize(
     ("made", "number", "allowed"),
-    [pytest.param(leaves, 150_000, 140, marks=pytest.mark.soak), (many_lists, 6_000, 250)],
+    [pytest.param(leaves, 150_000, 140, marks=pytest.mark.soak), (many_lists, 3_000, 185)],
 )
 def test_a_long_pack_of_nodes_is_indexed_in_little_memory(
     tmp_path: Path, made: Callable[[int], Iterator[Node]], number: int, allowed: int
 ) -> None:
-    """MB; indexed all at once the leaves take 216, the lists 400."""
+    """MB; indexed all at once the leaves take 216, the lists 208; in parts the lists take 157."""
     decode_tree(next(made(1)).data)
     with_pack = new_repository(tmp_path / "there")
     pack = write_nodes(with_pack.store, list(made(number)))
     with_pack.close()
-    assert pack.size_bytes > 12 << 20
+    assert pack.size_bytes > 6 << 20
     peak, damaged = peak_of("sync", tmp_path / "there", tmp_path / "index.sqlite")
     assert damaged == "{}"
     assert peak < allowed * 1000 * 1000
@@ -102,7 +104,7 @@ def test_a_long_pack_of_nodes_is_indexed_in_little_memory(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
-@pytest.mark.parametrize(("made", "number"), [(many_lists, 6_000)])
+@pytest.mark.parametrize(("made", "number"), [(many_lists, 3_000)])
 def test_many_small_nodes_are_fetched_in_little_memory(
     tmp_path: Path, made: Callable[[int], Iterator[Node]], number: int
 ) -> None:
