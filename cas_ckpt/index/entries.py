@@ -332,9 +332,11 @@ def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatt
         total += sum(map(len, opened))
         check_entries(total, "the tree of a state stands")
         for (container, wanted), listed in zip(level, opened, strict=True):
-            container.rows = listed if wanted is None else [row for row in listed if _may_match(container, row, wanted)]
+            prefix, tree, container.rows = container.prefix, container.tree, listed
+            if wanted is not None:
+                may_match = {True: wanted.reaches, False: wanted.matches}
+                container.rows = [row for row in listed if may_match[row[FORM] == CONTAINER](prefix + row[NAME])]
             inside = [row for row in container.rows if row[FORM] == CONTAINER]
-            prefix, tree = container.prefix, container.tree
             container.below = [_Container(prefix + row[NAME], row[CHILD] or 0, tree) for row in inside]
         numbers = {inner.number for container, _ in level for inner in container.below}
         trees |= read_trees(connection, numbers - trees.keys())
@@ -360,11 +362,6 @@ def _opened(connection: Connection, level: _Level) -> list[Sequence[Row]]:
         groups.setdefault(each, {})[container.number] = container.tree
     found = {each: open_containers(connection, trees, each) for each, trees in groups.items()}
     return [found[each][container.number] for (container, _), each in zip(level, names, strict=True)]
-
-
-def _may_match(container: _Container, row: Row, wanted: KeyPatterns) -> bool:
-    key = container.prefix + row[NAME]
-    return wanted.reaches(key) if row[FORM] == CONTAINER else wanted.matches(key)
 
 
 def _leave_out(container: _Container, wanted: KeyPatterns) -> None:

@@ -178,15 +178,6 @@ def find_now(connection: Connection) -> None:
     find(connection, above=watermark(connection), upto=_highest_pack(connection), again=True)
 
 
-def _fill_targets(connection: Connection, targets: CommitTargets, *, above: int, upto: int) -> None:
-    """Fill `commit_targets` with those that may be in these packs."""
-    query = "SELECT min(l.object_id), max(l.object_id) FROM t_locations l WHERE " + _NEW
-    ((first, last),) = rows(connection, query, above=above, upto=upto)
-    if first is not None:
-        near = targets.numbers[bisect_left(targets.numbers, first) : bisect_right(targets.numbers, last)]
-        insert_missing(connection, TARGETS, [(number,) for number in near])
-
-
 def find(connection: Connection, *, above: int, upto: int, again: bool, targets: CommitTargets | None = None) -> None:
     """Fill the tables of findings from the packs with numbers in (`above`, `upto`].
 
@@ -194,8 +185,12 @@ def find(connection: Connection, *, above: int, upto: int, again: bool, targets:
         again: Look at the candidates as well.
         targets: Roots and layouts of all commits, where they are known; not with `again`.
     """
-    if targets is not None:
-        _fill_targets(connection, targets, above=above, upto=upto)
+    if targets is not None:  # those that may be in these packs
+        query = "SELECT min(l.object_id), max(l.object_id) FROM t_locations l WHERE " + _NEW
+        ((first, last),) = rows(connection, query, above=above, upto=upto)
+        if first is not None:
+            near = targets.numbers[bisect_left(targets.numbers, first) : bisect_right(targets.numbers, last)]
+            insert_missing(connection, TARGETS, [(number,) for number in near])
     for column in ("root", "layout") if targets is None else ():
         query = _TARGETS_OF_COMMITS.format(column=column)
         change(connection, f"INSERT INTO commit_targets {query} ON CONFLICT DO NOTHING")

@@ -426,12 +426,10 @@ def matching(connection: AnyConnection, wanted: CommitFilter) -> set[int]:
     if wanted.author is None:
         return {number for number, _ in found}
     pattern = wanted.author.casefold()
-    names = {name: _is_author(name.casefold(), pattern) for _, name in found}
-    return {number for number, name in found if names[name]}
-
-
-def _is_author(name: str, pattern: str) -> bool:
-    return pattern in name if _WILD.isdisjoint(pattern) else fnmatchcase(name, pattern)
+    if _WILD.isdisjoint(pattern):
+        pattern = f"*{pattern}*"
+    names = {name for name in {name for _, name in found} if fnmatchcase(name.casefold(), pattern)}
+    return {number for number, name in found if name in names}
 
 
 def _layouts_with(wanted: CommitFilter, values: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ def content_rows(
     tree_rows, entry_rows, counted, raw_names = [], list[_EntryRow](), [], []
     for number in sorted(trees):
         tree = trees[number]
-        tree_rows.append(_tree_row(number, tree))
+        tree_rows.append((number, storable(tree.kind), tree.height, len(tree.rows), kept_attrs(tree)))
         listed = _entry_rows(number, tree, specs, numbers)
         entry_rows += listed
         counts = Counter([row[_SPEC_ID] for row in listed])
@@ -145,10 +145,6 @@ FLAVOR_STEP = 8
 """Offset in the form of a tensor for each flavor."""
 
 _TENSOR, _CHUNK, _INLINE, _VALUE = map(int, (EntryForm.TENSOR, EntryForm.CHUNK, EntryForm.INLINE, EntryForm.VALUE))
-
-
-def _tree_row(number: int, tree: RawTree) -> tuple[Any, ...]:
-    return number, storable(tree.kind), tree.height, len(tree.rows), kept_attrs(tree)
 
 
 def kept_attrs(tree: RawTree) -> bytes | None:
@@ -300,9 +296,21 @@ def layout_rows(number: int, layout: LayoutObject) -> dict[Table, Iterator[tuple
     mesh = storable(mesh_text(layout.mesh))
     return {
         LAYOUTS: iter([(number, layout.world_size, mesh, num_meshes, len(held.divisions), len(held.keys))]),
-        LAYOUT_MESHES: _mesh_rows(number, held),
-        LAYOUT_AXES: _axis_rows(number, held),
-        LAYOUT_ALIASES: _alias_rows(number, layout.aliases),
+        LAYOUT_MESHES: (
+            (number, at, math.prod(size for _, size in mesh.axes), runs_text(mesh.ranks))
+            for at, mesh in enumerate(held.meshes)
+            if mesh.axes
+        ),
+        LAYOUT_AXES: (
+            (number, at, axis, storable(name), size)
+            for at, mesh in enumerate(held.meshes)
+            for axis, (name, size) in enumerate(mesh.axes)
+        ),
+        LAYOUT_ALIASES: (
+            (number, at, position, storable(key))
+            for at, group in enumerate(layout.aliases)
+            for position, key in enumerate(group)
+        ),
         PLACEMENTS: (
             (number, at, storable(key), division_id) for at, (key, division_id) in enumerate(held.keys.items())
         ),
@@ -323,24 +331,6 @@ def layout_differs(connection: Connection, number: int, layout: LayoutObject) ->
 
 
 _Rows = Iterator[tuple[Any, ...]]
-
-
-def _mesh_rows(number: int, held: Holders) -> _Rows:
-    for at, mesh in enumerate(held.meshes):
-        if mesh.axes:
-            yield number, at, math.prod(size for _, size in mesh.axes), runs_text(mesh.ranks)
-
-
-def _axis_rows(number: int, held: Holders) -> _Rows:
-    for at, mesh in enumerate(held.meshes):
-        for axis, (name, size) in enumerate(mesh.axes):
-            yield number, at, axis, storable(name), size
-
-
-def _alias_rows(number: int, groups: Sequence[Sequence[str]]) -> _Rows:
-    for at, group in enumerate(groups):
-        for position, key in enumerate(group):
-            yield number, at, position, storable(key)
 
 
 def _parts(held: Holders) -> Iterator[tuple[int, int, Part]]:

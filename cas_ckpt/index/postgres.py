@@ -362,14 +362,11 @@ def drop_tables(connection: Connection, schema: str) -> None:
     ours = our_names() | {VERSION_TABLE.name}
     for name in sorted(ours & table_names(connection) - view_names(connection)):
         connection.exec_driver_sql(f"DROP TABLE {quoted(name)}")
-    if not table_names(connection) and _exists(connection, schema) and _can_make_schemas(connection):
+    may_make = "SELECT has_database_privilege(current_database(), 'CREATE')"
+    if table_names(connection) or not _exists(connection, schema):
+        return
+    if connection.exec_driver_sql(may_make).scalar_one():  # else it was given to this role, and stays
         connection.exec_driver_sql(f"DROP SCHEMA {quoted(schema)}")  # not CASCADE: what is not ours refuses it
-
-
-def _can_make_schemas(connection: Connection) -> bool:
-    """Whether this role could make the schema again; one that it cannot make was given to it, and stays."""
-    found = connection.exec_driver_sql("SELECT has_database_privilege(current_database(), 'CREATE')")
-    return bool(found.scalar_one())
 
 
 # --- roles: what each may do, as SQL that makes them, which people run ------------------------------

@@ -485,15 +485,11 @@ class Matcher:
         self.matches = cache(keys.matches) if keys else _always
         self.covers = cache(keys.covers) if keys else _always
         self.reaches = cache(keys.reaches) if keys else _always
-        self.names_in = cache(keys.names_in) if keys else _any_name
+        self.names_in = cache(keys.names_in) if keys else lambda _: ANY_NAME
 
 
 def _always(_: str) -> bool:
     return True
-
-
-def _any_name(_: str) -> Names:
-    return ANY_NAME
 
 
 def open_places(
