@@ -160,7 +160,13 @@ def live_sets(
         known = known_commits(handle.store, refs, gone)
         lost = bool(graph.unknown_parents(graph.commits)) and packs_were_set_aside(handle.store)
         orphans = graph.orphans(known, remembered_targets, packs_lost=lost)
-        _require_whole_lines(graph, orphans)
+        # What orphans follow has to be there: what a commit that is not there followed would pass for garbage.
+        for missing, child in graph.unknown_parents(graph.ancestors(orphans)).items():
+            raise CorruptionError(
+                f"commit {short(missing)}, a parent of {short(child)}, which no ref leads to any more, is in no intact "
+                "pack, so it is not known what must stay: run repo.fsck(), and bring it back from a copy, or forget "
+                "the commits that follow it"
+            )
         named |= orphans
     named_before = graph.ancestors(named) - commits
     keeping = {digest for digest in commits | named_before if digest not in gone or digest in heads}
@@ -318,20 +324,6 @@ def _all_behind(graph: Graph, heads: Mapping[Digest, str]) -> set[bytes]:
         f"commit {short(missing)}, {f'which {name!r} names' if name else f'a parent of {short(child)}'}, is in no "
         "intact pack, so it is not known what must stay: run repo.fsck(), and restore the pack from a copy"
     )
-
-
-def _require_whole_lines(graph: Graph, orphans: Iterable[bytes]) -> None:
-    """Refuse orphans that follow a commit which is not there: what that one followed would pass for garbage.
-
-    Raises:
-        CorruptionError: as said.
-    """
-    for missing, child in graph.unknown_parents(graph.ancestors(orphans)).items():
-        raise CorruptionError(
-            f"commit {short(missing)}, a parent of {short(child)}, which no ref leads to any more, is in no intact "
-            "pack, so it is not known what must stay: run repo.fsck(), and bring it back from a copy, or forget the "
-            "commits that follow it"
-        )
 
 
 def packs_were_set_aside(store: Store) -> bool:

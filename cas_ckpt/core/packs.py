@@ -116,13 +116,9 @@ def read_in_parts(store: Store, key: str) -> PackRecord:
         pass
     num_newer = trailer.num_entries - len(infos)
     return PackRecord(
-        key, trailer.kind, trailer.size_bytes, num_newer=num_newer, parts=partial(_read_parts, store, key),
-        num_in_parts=len(infos),
+        key, trailer.kind, trailer.size_bytes, num_newer=num_newer, num_in_parts=len(infos),
+        parts=lambda: _parts(store, key, *read_directory(store, key)),
     )  # fmt: skip
-
-
-def _read_parts(store: Store, key: str) -> Iterator[PackRecord]:
-    yield from _parts(store, key, *read_directory(store, key))
 
 
 def _parts(store: Store, key: str, trailer: pack.Trailer, infos: Sequence[ExtentInfo]) -> Iterator[PackRecord]:

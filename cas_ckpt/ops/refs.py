@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
@@ -336,18 +337,12 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     try:
         take_away(handle, ref, f"renamed to {new}")
     except ConflictError as error:
-        _undo_rename(handle, made)
+        with suppress(ConflictError):  # it moved on from there already: it stays
+            take_away(handle, made, "not renamed")
         raise ConflictError(f"{kind.label} {old!r} moved while it was renamed: rename it again") from error
     if kind is RefKind.BRANCH and handle.head.branch == old:
         handle.head = replace(handle.head, branch=new)
     return ref.target
-
-
-def _undo_rename(handle: RepositoryHandle, made: Ref) -> None:
-    try:
-        take_away(handle, made, "not renamed")
-    except ConflictError:
-        return  # it moved on from there already: it stays
 
 
 def undelete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:

@@ -142,7 +142,8 @@ class WriterChecks(StoreCase):
     def test_streams_at_once_do_not_mix(self) -> None:
         store = self.store()
         values = {self.key(f"v{number}"): noise((3 << 20) + number, seed=number) for number in range(4)}
-        answers = at_once(lambda key: _stream(store, key, *_cut(values[key])), list(values))
+        cut = {key: [value[at : at + 300_000] for at in range(0, len(value), 300_000)] for key, value in values.items()}
+        answers = at_once(lambda key: _stream(store, key, *cut[key]), list(values))
         expect_same(answers, [None] * 4, "streams written at once")
         expect(all(store.get(key) == value for key, value in values.items()), "each stream is its own")
 
@@ -169,10 +170,6 @@ def _stream(store: Store, key: str, *pieces: bytes) -> None:
         for piece in pieces:
             writer.write(piece)
         writer.commit()
-
-
-def _cut(value: bytes) -> list[bytes]:
-    return [value[at : at + 300_000] for at in range(0, len(value), 300_000)]
 
 
 def _expect_one_winner(found: bytes, values: Sequence[bytes], answers: Sequence[object]) -> None:
@@ -277,8 +274,6 @@ def _append(store: Store, key: str, mark: bytes, *, times: int) -> None:
 
 # --- the whole suite ------------------------------------------------------------------------
 
-_GROUPS: tuple[type[StoreCase], ...] = (ValueChecks, ListChecks, RangeChecks, WriterChecks, ConditionChecks)
-
 
 class StoreConformance(ValueChecks, ListChecks, RangeChecks, WriterChecks, ConditionChecks):
     """Every check of the contract; override `store()`, and `reopened()` where it makes sense."""
@@ -313,7 +308,7 @@ class CheckResult:
 
 def check_names() -> list[str]:
     """Names of the check methods, in the order in which they are read and run."""
-    return [name for group in _GROUPS for name in vars(group) if name.startswith("test_")]
+    return [name for group in StoreConformance.__bases__ for name in vars(group) if name.startswith("test_")]
 
 
 def run_store_checks(

@@ -508,7 +508,13 @@ class _Check:
                 findings.note(condemned[0], more)
             finder.add_problems(findings)
             if finder.promised:
-                note_promised(store, finder, findings)
+                names = ", ".join(remote.name for remote in promisors(store))
+                findings.count("num_promised", len(finder.promised))
+                findings.note(
+                    PACK_PREFIX,
+                    f"{len(finder.promised)} chunks are not here, and promised by {names}: they are brought when they "
+                    "are read; cas-ckpt fsck --remote asks whether they are still there",
+                )
             if self.remote:
                 ask_promisors(store, finder, findings, cache=self.cache)
             if records.all_known:
@@ -580,17 +586,6 @@ def _note_packs_nobody_needs(index: Index, live: LiveCommits, findings: Findings
 # --- chunks that remotes promised -------------------------------------------------------------
 #
 # What a promisor was not seen to lack is no problem: one that cannot be reached is noted. Nothing is fetched.
-
-
-def note_promised(store: Store, finder: ProblemFinder, findings: Findings) -> None:
-    """Note how many chunks are not here because a remote keeps them."""
-    names = ", ".join(remote.name for remote in promisors(store))
-    findings.count("num_promised", len(finder.promised))
-    findings.note(
-        PACK_PREFIX,
-        f"{len(finder.promised)} chunks are not here, and promised by {names}: they are brought when they are read; "
-        "cas-ckpt fsck --remote asks whether they are still there",
-    )
 
 
 def ask_promisors(

@@ -579,9 +579,8 @@ class Repacker:
         self._leaving = frozenset(packs)
         try:
             present = self._handle.present_packs()
-            for batch in pack_batches(
-                (pack, present.get(pack, 0)) for pack in packs
-            ):  # the index is asked once of each
+            for batch in pack_batches((pack, present.get(pack, 0)) for pack in packs):
+                # The index is asked once for all of a batch.
                 entries = self._living.live_entries([pack for pack, _ in batch])
                 wanted = [extent.digest for extents in entries.values() for extent in extents]
                 try:

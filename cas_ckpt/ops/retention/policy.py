@@ -452,8 +452,15 @@ def _kept_by(
         yield from _buckets_within(members, name, getattr(policy, f"keep_within_{name}"), latest_us)
     yield from _every_steps(members, policy.keep_every_steps)
     for text in policy.keep_best:
-        yield from _best(members, parse_best(text))
-    yield from _last_restored(members, policy.keep_last_restored)
+        best = parse_best(text)  # among equals the older, so that a tie does not push out what was kept before
+        ranked = [(rank, commit) for commit in reversed(members) if (rank := best.rank(commit.metrics)) is not None]
+        ranked.sort(key=lambda pair: pair[0])
+        for number, (_, commit) in enumerate(ranked[: best.count], start=1):
+            yield commit.id, f"best {best.metric} ({number} of {best.count})"
+    count = policy.keep_last_restored
+    restored = sorted((-one.restored, place) for place, one in enumerate(members) if count and one.restored is not None)
+    for _, place in restored if count == UNLIMITED else restored[:count]:  # of several at one place the younger
+        yield members[place].id, "last restored"
 
 
 def _youngest(members: Sequence[Candidate], name: str) -> dict[int, Candidate]:
@@ -516,20 +523,3 @@ def _every_steps(members: Sequence[Candidate], every: int) -> Iterator[tuple[Dig
     for multiple, commit in first.items():
         exact = commit.step == multiple * every
         yield commit.id, f"step {multiple * every}" if exact else f"first after step {multiple * every}"
-
-
-def _best(members: Sequence[Candidate], best: Best) -> Iterator[tuple[Digest, str]]:
-    """The best ones; among equals the older, so that a tie does not push out what was kept before."""
-    ranked = [(rank, commit) for commit in reversed(members) if (rank := best.rank(commit.metrics)) is not None]
-    ranked.sort(key=lambda pair: pair[0])
-    for number, (_, commit) in enumerate(ranked[: best.count], start=1):
-        yield commit.id, f"best {best.metric} ({number} of {best.count})"
-
-
-def _last_restored(members: Sequence[Candidate], count: int) -> Iterator[tuple[Digest, str]]:
-    """Those that were restored last; of several at one place the younger commit."""
-    if not count:
-        return
-    ranked = sorted(((-commit.restored, place) for place, commit in enumerate(members) if commit.restored is not None))
-    for _, place in ranked if count == UNLIMITED else ranked[:count]:
-        yield members[place].id, "last restored"

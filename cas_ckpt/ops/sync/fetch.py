@@ -385,7 +385,8 @@ def _begun(
         except NoRepositoryError:
             pass  # something else is there: what init said is raised
         else:
-            if _is_unfinished_clone(made, origin):
+            remotes = [replace(remote, repository="") for remote in read_settings(made.store).remotes]
+            if remotes == [origin] and not any(made.refs.list(RefKind.BRANCH)):  # a clone of it that has not ended
                 if made.default_branch != config.default_branch:
                     change_default_branch(made, config.default_branch)
                 return made
@@ -397,12 +398,6 @@ def _begun(
         made.close()
         raise
     return made
-
-
-def _is_unfinished_clone(made: RepositoryHandle, origin: Remote) -> bool:
-    """Whether nothing was done there but a clone of `origin` that has not ended."""
-    remotes = [replace(remote, repository="") for remote in read_settings(made.store).remotes]
-    return remotes == [origin] and not any(made.refs.list(RefKind.BRANCH))
 
 
 def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest, branch: str) -> SyncReport:

@@ -356,7 +356,8 @@ class _Sending:
             return
 
         def admit(old: Digest | None) -> Move | None:
-            how = self._judge(update, None if old is None else _named(update, old), graph)
+            ref = None if old is None else Ref(update.kind, update.name, old, Generation(), (), b"")
+            how = self._judge(update, ref, graph)
             if how is Moved.FORWARD and _on_first_line(graph, old, new):
                 return None  # the parents of the commits show it
             return new_move(old, new, f"{self.options.action}: {how}", default_author())
@@ -444,10 +445,6 @@ class _Sending:
             num_bytes=self.report.num_bytes + num_bytes,
             num_packs=self.report.num_packs + len(packs),
         )
-
-
-def _named(update: RefUpdate, target: Digest) -> Ref:
-    return Ref(update.kind, update.name, target, Generation(), (), b"")
 
 
 def _is_settled(update: RefUpdate, ref: Ref | None) -> bool:
