@@ -294,10 +294,6 @@ _SHELL_WORDS = tuple(
         (r", or open it only to be read \(read_only=True\)", ""),
         (r"open the repository with read_only=True, or with ", "use "),
         (r"open the repository with read_only=True, or name ", "name "),
-        (
-            r"open the repository with read_only=True, or (with|name) ",
-            lambda found: f"{found[1]} ".replace("with", "use"),
-        ),
         (r"\bat= says", "--at says"),
         (r"\bref=, world_size= and axes=", "--in, --world-size and --axis"),
         (r"\bshapes=", "--shapes"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -23,8 +23,6 @@ from cas_ckpt.ops.fsck.report import Effect
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.host_cache import CachedRepository
-    from cas_ckpt.objects.codec import EncodingPolicy
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
 
@@ -36,18 +34,13 @@ DAMAGED = 13
 
 @verb("init", examples=["cas-ckpt init runs/ckpts", "cas-ckpt init --branch trunk /data/llm"], also=[14])
 @click.argument("path", required=False, metavar="[REPO]")
-@click.option("-b", "--branch", default="main", show_default=True, metavar="NAME", help="The default branch.")
+@click.option(
+    "-b", "--branch", "default_branch", default="main", show_default=True, metavar="NAME", help="The default branch."
+)
 @click.option("--encoding", metavar="NAME", help="How new chunks are stored; ids do not depend on it.")
-@click.option("--pack-size", type=SIZE, help="Length at which a pack is closed, e.g. 512MB.")
+@click.option("--pack-size", "pack_bytes", type=SIZE, help="Length at which a pack is closed, e.g. 512MB.")
 @click.option("--single-writer", is_flag=True, help="Accept a store that ignores conditions: one writer at a time.")
-def init(
-    settings: Settings,
-    path: str | None,
-    branch: str,
-    encoding: EncodingPolicy | None,
-    pack_size: int | None,
-    single_writer: bool,
-) -> None:
+def init(settings: Settings, /, path: str | None, **options: Any) -> None:
     """Make a new, empty repository in a folder that is empty or not there yet.
 
     REPO is a path or a URL; without it, -C or the working directory is meant.
@@ -55,16 +48,9 @@ def init(
     from cas_ckpt.repository import Repository
 
     place = path or settings.repo or "."
-    with Repository.init(
-        place,
-        default_branch=branch,
-        encoding=encoding,
-        pack_bytes=pack_size,
-        single_writer=single_writer,
-        index_url=settings.index,
-    ) as repo:
+    with Repository.init(place, **options, index_url=settings.index) as repo:
         made = {"url": repo.url, "default_branch": repo.default_branch}
-        settings.say(made, f"Made an empty repository in {place} (branch {branch})")
+        settings.say(made, f"Made an empty repository in {place} (branch {options['default_branch']})")
 
 
 MOST_NAMES = 8
@@ -263,7 +249,13 @@ def fsck(
     if kinds:
         if subset is not None or shard is not None or max_duration is not None or max_age is not None or remote:
             raise click.UsageError("--repair reads what it needs: of the reading options it takes only --read-data")
-        return _repair(settings, kinds, sources, dict(refs), read_data=read_data, dry_run=dry_run)
+        from cas_ckpt.ops.fsck.repair import repair_url
+        from cas_ckpt.ops.fsck.report import RepairRequest
+
+        request = RepairRequest(kinds, sources, dict(refs), read_data, dry_run)
+        done = repair_url(settings.place(), request, index_url=settings.index, progress=settings.show_progress())
+        settings.show({**plain(done), "ok": done.ok}, _repaired(done, quiet=settings.quiet))
+        return 0 if done.ok else PARTLY
     if sources or refs or dry_run:
         raise click.UsageError("--from, --ref and --dry-run go with --repair")
     from cas_ckpt.ops.fsck.check import check_url
@@ -324,19 +316,6 @@ def _problem(problem: Problem) -> Iterator[str]:
         yield f"    and {count - MOST_COMMITS} more commits (--json names all)"
 
 
-def _repair(
-    settings: Settings, kinds: Sequence[RepairKind], sources: Sequence[str], refs: dict[str, str], *, read_data: bool,
-    dry_run: bool,
-) -> int:  # fmt: skip
-    from cas_ckpt.ops.fsck.repair import repair_url
-    from cas_ckpt.ops.fsck.report import RepairRequest
-
-    request = RepairRequest(kinds, tuple(sources), refs, read_data, dry_run)
-    report = repair_url(settings.place(), request, index_url=settings.index, progress=settings.show_progress())
-    settings.show({**plain(report), "ok": report.ok}, _repaired(report, quiet=settings.quiet))
-    return 0 if report.ok else PARTLY
-
-
 def _repaired(report: RepairReport, *, quiet: bool) -> Iterator[str]:
     would = "would be repaired" if report.dry_run else "repaired"
     if not quiet:
@@ -372,23 +351,19 @@ def cache_show(settings: Settings, max_size: int | None) -> None:
     if max_size is not None:
         host.set_limit(max_size)
     found = host.repositories()
-    plain = {
+    shown = {
         "folder": str(host.folder), "limit_bytes": host.limit_bytes,
         "repositories": [
             {"id": each.store_id, "url": each.url, "num_bytes": each.num_bytes, "used_s": each.used_s}
             for each in found
         ],
     }  # fmt: skip
-    settings.show(plain, _cache_lines(host, found))
-
-
-def _cache_lines(host: HostCache, found: list[CachedRepository]) -> Iterator[str]:
-    total = sum(each.num_bytes for each in found)
-    yield f"{escaped(str(host.folder))}: {human_bytes(total)} of at most {human_bytes(host.limit_bytes)}"
+    total = human_bytes(sum(each.num_bytes for each in found))
     rows = [
         (each.store_id[:12], human_bytes(each.num_bytes), utc(each.used_s), escaped(each.url or "")) for each in found
     ]
-    yield from table(rows, right=frozenset({1}))
+    head = f"{escaped(str(host.folder))}: {total} of at most {human_bytes(host.limit_bytes)}"
+    settings.show(shown, [head, *table(rows, right=frozenset({1}))])
 
 
 @cache.verb("clear", examples=["cas-ckpt cache clear", "cas-ckpt cache clear s3://bucket/llm"], also=[15])
