@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,22 +124,19 @@ def _targets(world: int | None, meshes: Sequence[str], shapes: str | None) -> li
 
     if not meshes and world is None:
         raise InvalidInputError("which ranks? give --world N, or a mesh such as dp=96,tp=8")
-    rules = None if shapes is None else _rules(shapes)
+    rules = None
+    if shapes is not None:
+        try:
+            rules = json.loads(_text(shapes))
+        except ValueError as error:
+            raise InvalidInputError(f'{shapes}: no JSON ({error}); wanted {{"KEY PATTERN": ["S(0)", "R"]}}') from error
+        if not isinstance(rules, dict):
+            raise InvalidInputError(f'{shapes}: wanted {{"KEY PATTERN": ["S(0)", "R"]}}')
     targets = [parse_layout(mesh, rules) for mesh in meshes or (f"dp={world}",)]
     for target in targets:
         if world is not None and target.world_size != world:
             raise InvalidInputError(f"mesh {target} has {target.world_size} ranks, --world says {world}")
     return targets
-
-
-def _rules(name: str) -> Mapping[str, Sequence[str]]:
-    try:
-        found = json.loads(_text(name))
-    except ValueError as error:
-        raise InvalidInputError(f'{name}: no JSON ({error}); wanted {{"KEY PATTERN": ["S(0)", "R"]}}') from error
-    if not isinstance(found, dict):
-        raise InvalidInputError(f'{name}: wanted {{"KEY PATTERN": ["S(0)", "R"]}}')
-    return found
 
 
 def _text(name: str) -> str:

@@ -102,22 +102,19 @@ def forget(
         else:
             report = repo.forget(policy, branches=branches, **options)
     if settings.json:
-        echo_json(_as_json(report))
+        decisions = [
+            summary(one.commit, time_s=one.commit.time_s, keep=one.keep, reasons=one.reasons)
+            for one in report.decisions
+        ]
+        echo_json({
+            "dry_run": report.dry_run, "decisions": decisions, "forgotten_commit_ids": report.forgotten,
+            "freed_bytes": report.freed_bytes, "gc": report.collected,
+        })  # fmt: skip
         return 0 if report.collected is None else _exit_code(report.collected)
     if not settings.quiet:
         most = len(report.decisions) if long else MOST_ROWS
         settings.page(None, _lines(report, most=most, width=settings.width))
     return 0 if report.collected is None else _show_collection(settings, report.collected)
-
-
-def _as_json(report: ForgetReport) -> dict[str, Any]:
-    decisions = [
-        summary(one.commit, time_s=one.commit.time_s, keep=one.keep, reasons=one.reasons) for one in report.decisions
-    ]
-    return {
-        "dry_run": report.dry_run, "decisions": decisions, "forgotten_commit_ids": report.forgotten,
-        "freed_bytes": report.freed_bytes, "gc": report.collected,
-    }  # fmt: skip
 
 
 def _lines(report: ForgetReport, *, most: int, width: int | None) -> Iterator[str]:

@@ -74,7 +74,15 @@ def init_repository(
     check_settings(config)
     try:
         if isinstance(store, FileStore):
-            _check_root(store.root)
+            root = store.root
+            try:
+                taken = root.exists() and not (root.is_dir() and all(map(_is_beginning, root.iterdir())))
+            except OSError as error:
+                raise translated(error, "reading", str(root)) from error
+            if taken:
+                raise ConflictError(
+                    f"{root} exists and is not an empty folder: open what is there, or choose another place"
+                )
             with writing(RESERVED_PART):
                 make_folders(store.root / RESERVED_PART)  # where turns are taken
         with in_turn(store, CONFIG_KEY):  # of processes that make it at once one does, and the others find it
@@ -164,15 +172,6 @@ def require_rights(handle: RepositoryHandle) -> None:
             f"{handle.store.url} may not be written by this process: look at its rights, or open it only to be read "
             "(read_only=True)"
         )
-
-
-def _check_root(path: Path) -> None:
-    try:
-        taken = path.exists() and not (path.is_dir() and all(map(_is_beginning, path.iterdir())))
-    except OSError as error:
-        raise translated(error, "reading", str(path)) from error
-    if taken:
-        raise ConflictError(f"{path} exists and is not an empty folder: open what is there, or choose another place")
 
 
 def _is_beginning(path: Path) -> bool:

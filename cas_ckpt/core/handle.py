@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import filterfalse
 from operator import not_
 from typing import TYPE_CHECKING, Any, cast
@@ -172,7 +173,10 @@ class RepositoryHandle(Uncopied):
         """The repository in `store`; arguments and errors as for `open`."""
         read_only = read_only or store.abilities.read_only
         host = None if store.abilities.local else HostCache.open(cache)
-        config = None if host is None or not lazy else _remembered_config(host, store.url)
+        remembered_record = None if host is None or not lazy else host.config_at(store.url)
+        config = None
+        with suppress(CorruptionError):
+            config = None if remembered_record is None else decode_config(remembered_record)
         confirmed = config is None
         if config is None:
             record = config_record(store)
@@ -319,8 +323,15 @@ class RepositoryHandle(Uncopied):
                     new = list(stored)
             elif (gone or new) and self.index.read_only:
                 self.detach_index()
-            if gone and not self._drop_packs(gone):
-                gone = []
+            if gone:
+                try:
+                    self.index.drop_packs(gone)
+                except PermissionDeniedError:
+                    if not self.index.is_shared:
+                        raise
+                    # Left to the role that collects garbage. Their rows do no harm: what is only in packs that are not
+                    # there is neither relied on nor found.
+                    gone = []
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
             added = 0
             batches = record_batches(self._read_packs(new, stored))
@@ -333,19 +344,6 @@ class RepositoryHandle(Uncopied):
             self._present = stored
             self._live = stored.keys() - self._condemned - self.damaged.keys()
             return len(gone) + added
-
-    def _drop_packs(self, names: Sequence[str]) -> bool:
-        """Drop these packs from the index. False: it is shared, and that is left to the role that collects garbage.
-
-        Their rows do no harm: what is only in packs that are not there is neither relied on nor found.
-        """
-        try:
-            self.index.drop_packs(names)
-        except PermissionDeniedError:
-            if not self.index.is_shared:
-                raise
-            return False
-        return True
 
     def detach_index(self) -> None:
         """Go on with a copy of the index in memory, which may be written: its own medium may not.
@@ -734,15 +732,6 @@ class RepositoryHandle(Uncopied):
         found = preview.nodes(digests)
         digests = [digest for digest in digests if digest not in found]
         return {**found, **(read_nodes(self, kind, digests) if digests else {})}
-
-
-def _remembered_config(host: HostCache, url: str) -> Config | None:
-    """The config that was last found at `url`."""
-    record = host.config_at(url)
-    try:
-        return None if record is None else decode_config(record)
-    except CorruptionError:
-        return None
 
 
 def _open_index(place: str, store_id: str, read_only: bool) -> Index:

@@ -466,17 +466,14 @@ def unforget(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcState
     if seen is not None and seen.phase == GcPhase.IDLE and seen.generation == generation:
         return
     unnamed = wanted - {ref.target for ref in handle.refs.list()}
-    lost = [digest for digest in unnamed if not _is_complete(handle, digest, generation)]
+    lost = []
+    for digest in unnamed:
+        try:
+            require_complete(handle, digest, generation)
+        except NotFoundError:
+            lost.append(digest)
     if lost:
         write_forgotten(handle.store, lost, author=author)
-
-
-def _is_complete(handle: RepositoryHandle, commit: Digest, generation: Generation) -> bool:
-    try:
-        require_complete(handle, commit, generation)
-    except NotFoundError:
-        return False
-    return True
 
 
 # --- what tiers are asked before the last copy here goes ----------------------------------------
