@@ -106,11 +106,22 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
         if remote is not None:
             recognise(handle, other, remote, dry_run=request.dry_run)
         updates = [_as_there(other, update, request) for update in updates]
-        _check_deletions(updates, other)
-        _check_new_tags(updates, other, handle)
+        default = other.default_branch
+        if any(one.target is None and one.kind is RefKind.BRANCH and one.name == default for one in updates):
+            raise InvalidInputError(f"{default!r} is the default branch of {other.store.url} and stays")
+        new = [one for one in updates if one.kind is RefKind.TAG and one.target is not None and not one.force]
+        there = {ref.name for ref in other.refs.list(RefKind.TAG)} if new else set()
+        for update in new:
+            if update.name not in there:
+                check_meaning(other, update.kind, update.name, handle, unless="force=True")
         report = send(handle, other, updates, options, near=handle)
     if name is not None and not (request.dry_run or request.shard or handle.read_only):
-        _remember(handle, name, updates)
+        # Remote-tracking branches follow. What was pushed is there, whether or not this is written down here.
+        heads = {f"{name}/{one.name}": one.target for one in updates if one.kind is RefKind.BRANCH}
+        try:
+            remember(handle, heads, "push")
+        except CkptError as error:
+            _LOGGER.warning("what was pushed to %s is not noted here, fetch does it: %s", name, error)
     return report
 
 
@@ -204,29 +215,6 @@ def _as_there(other: RepositoryHandle, update: RefUpdate, request: PushRequest) 
             f"refs/tags/{update.name}"
         )
     return replace(update, kind=kinds[0]) if kinds else update
-
-
-def _check_deletions(updates: Sequence[RefUpdate], other: RepositoryHandle) -> None:
-    default = other.default_branch
-    if any(update.target is None and update.kind is RefKind.BRANCH and update.name == default for update in updates):
-        raise InvalidInputError(f"{default!r} is the default branch of {other.store.url} and stays")
-
-
-def _check_new_tags(updates: Sequence[RefUpdate], other: RepositoryHandle, handle: RepositoryHandle) -> None:
-    new = [one for one in updates if one.kind is RefKind.TAG and one.target is not None and not one.force]
-    there = {ref.name for ref in other.refs.list(RefKind.TAG)} if new else set()
-    for update in new:
-        if update.name not in there:
-            check_meaning(other, update.kind, update.name, handle, unless="force=True")
-
-
-def _remember(handle: RepositoryHandle, remote: str, updates: Sequence[RefUpdate]) -> None:
-    """Let remote-tracking branches follow. What was pushed is there, whether or not this is written down here."""
-    branches = [update for update in updates if update.kind is RefKind.BRANCH]
-    try:
-        remember(handle, {f"{remote}/{update.name}": update.target for update in branches}, "push")
-    except CkptError as error:
-        _LOGGER.warning("what was pushed to %s is not noted here, fetch does it: %s", remote, error)
 
 
 # --- into a file ---------------------------------------------------------------------------------
