@@ -228,7 +228,15 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
     numbers = dict(zip(kinds, count(highest + 1)))  # as they are stored: neighbours in a pack are so in a tensor
     new = [(digest, numbers[digest], kinds[digest]) for digest in sorted(kinds)]
     if insert_missing(connection, OBJECTS, new) != len(new):
-        _reuse_numbers(connection, kinds, numbers)
+        found: dict[int, list[int]] = {}
+        for digest, number, kind in objects_by_id(connection, kinds):  # some had a number before, maybe no kind
+            numbers[digest] = number
+            if kind == UNKNOWN_KIND:
+                found.setdefault(kinds[digest], []).append(number)
+        for kind, seen in found.items():
+            change_by_key(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {keys}", seen, kind=kind)
+            unplaced = "DELETE FROM t_locations WHERE object_id {keys} AND pack_id = :nowhere"
+            change_by_key(connection, unplaced, seen, nowhere=NOWHERE)
     named: set[bytes] = {entry.base for record in records for entry in record.entries if entry.base is not None}
     for record in records:
         for parent, children in record.edges:
@@ -244,19 +252,6 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
         insert_missing(connection, LOCATIONS, nowhere)
         numbers.update(unseen)
     return numbers
-
-
-def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
-    """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
-    found: dict[int, list[int]] = {}
-    for digest, number, kind in objects_by_id(connection, kinds):
-        numbers[digest] = number
-        if kind == UNKNOWN_KIND:
-            found.setdefault(kinds[digest], []).append(number)
-    for kind, seen in found.items():
-        change_by_key(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {keys}", seen, kind=kind)
-        nowhere = "DELETE FROM t_locations WHERE object_id {keys} AND pack_id = :nowhere"
-        change_by_key(connection, nowhere, seen, nowhere=NOWHERE)
 
 
 def _insert_edges_and_commits(

@@ -27,7 +27,6 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from sqlalchemy import (
-    URL,
     BigInteger,
     Column,
     Connection,
@@ -119,7 +118,14 @@ class Database:
             with held_signals(), self.write_lock:
                 if self.schema is None:
                     with self.engine.connect() as connection, connection.begin():
-                        _begin_writing(connection, wait_s)
+                        if wait_s is not None:
+                            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+                        try:
+                            connection.exec_driver_sql("BEGIN IMMEDIATE")
+                        finally:
+                            if wait_s is not None:
+                                usual = round(1000 * sqlite.BUSY_TIMEOUT_S)
+                                connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
                         yield connection
                 else:
                     with postgres.writing(self.engine, self.schema, wait_s) as connection:
@@ -159,16 +165,6 @@ class Database:
             self.open_lock.close()
         if self.temporary and self.path is not None:
             unlink_files(self.path)
-
-
-def _begin_writing(connection: Connection, wait_s: float | None) -> None:
-    if wait_s is not None:
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
-    try:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-    finally:
-        if wait_s is not None:
-            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * sqlite.BUSY_TIMEOUT_S)}")
 
 
 def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Database:
@@ -253,8 +249,8 @@ def unguarded_file(path: Path) -> Database:
     return Database(_engine(lambda: sqlite.connect(uri)), str(path), path=path)
 
 
-def copy_into_memory(database: Database) -> Database:
-    """A database in memory with the same content, which may be written and ends with its process."""
+def memory_copy(database: Database) -> sqlite3.Connection:
+    """A connection to a copy in memory."""
     with database.reading() as source:
         if source.dialect.name != "sqlite":
             raise InvalidInputError(
@@ -263,6 +259,12 @@ def copy_into_memory(database: Database) -> Database:
             )
         copy = sqlite.memory_connection()
         cast(sqlite3.Connection, source.connection.driver_connection).backup(copy)
+    return copy
+
+
+def copy_into_memory(database: Database) -> Database:
+    """A database in memory with the same content, which may be written and ends with its process."""
+    copy = memory_copy(database)
     return _in_memory(lambda: copy, f"{database.place} in memory")
 
 
@@ -277,7 +279,17 @@ def discard_database(place: str | Path, *, store_id: str, drop_views: Callable[[
     """
     name = str(place)
     if "://" in name:
-        _drop_schema(postgres.parse_url(name), postgres.schema_of(store_id), drop_views)
+        url, schema = postgres.parse_url(name), postgres.schema_of(store_id)
+        engine = postgres.open_engine(url, schema)
+        try:
+            with translated(str(url)), postgres.writing(engine, schema) as connection:
+                names = table_names(connection)
+                refuse_foreign(names, f"{url}, schema {schema}")
+                if names:
+                    drop_views(connection)
+                    postgres.drop_tables(connection, schema)
+        finally:
+            engine.dispose()
     elif name != IN_MEMORY and (path := Path(name)).parent.is_dir():
         try:
             with while_closed(path):
@@ -290,19 +302,6 @@ def unlink_files(path: Path) -> None:
     """The log goes first: a log without its database is nothing, but not the other way round."""
     for suffix in ("-wal", "-shm", ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _drop_schema(url: URL, schema: str, drop_views: Callable[[Connection], None]) -> None:
-    engine = postgres.open_engine(url, schema)
-    try:
-        with translated(str(url)), postgres.writing(engine, schema) as connection:
-            names = table_names(connection)
-            refuse_foreign(names, f"{url}, schema {schema}")
-            if names:
-                drop_views(connection)
-                postgres.drop_tables(connection, schema)
-    finally:
-        engine.dispose()
 
 
 def table_names(connection: Connection) -> set[str]:

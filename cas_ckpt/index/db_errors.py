@@ -186,7 +186,8 @@ def query_refused(error: Exception, place: str) -> CkptError:
         )
     if not is_wrong:
         return refused(error, place)
-    words = " ".join((_primary(cause) or str(cause)).split())
+    first_line = getattr(getattr(cause, "diag", None), "message_primary", None)  # of what PostgreSQL says
+    words = " ".join((first_line or str(cause)).split())
     if TOO_LARGE in words:
         return TooLargeError(f"sql: {words.split(TOO_LARGE)[1].rpartition(':')[0]}")
     if name == "SQLITE_AUTH" or "prohibited" in words:
@@ -196,12 +197,6 @@ def query_refused(error: Exception, place: str) -> CkptError:
     if (state or words).startswith(_UNKNOWN_NAMES):
         words += "; on the command line: cas-ckpt sql --views lists the views and their columns"
     return InvalidInputError(f"sql: {words}")
-
-
-def _primary(cause: BaseException) -> str | None:
-    """The first line of what PostgreSQL says."""
-    found: str | None = getattr(getattr(cause, "diag", None), "message_primary", None)
-    return found
 
 
 def _state(cause: BaseException) -> str | None:

@@ -253,7 +253,9 @@ class _Search:
         """Find out which dtypes, shapes and lengths are meant, and if they are `rare`, what is above them."""
         wanted, chosen, unclear = self._wanted, [], False
         if wanted.dtype is not None:
-            _require_dtype(wanted.dtype, {spec.dtype for spec, _ in specs.values() if spec.dtype})
+            known = sorted({spec.dtype for spec, _ in specs.values() if spec.dtype})
+            if not any(_is_dtype(dtype, wanted.dtype) for dtype in known):
+                raise NotFoundError(f"no tensor has the dtype {shown_value(wanted.dtype)}: there are {some_of(known)}")
         for number, (spec, num_bytes) in specs.items():
             as_value = wanted.admits(None, None, num_bytes)
             as_tensor = wanted.admits(spec.dtype, spec.shape, num_bytes) if spec.dtype else as_value
@@ -331,9 +333,3 @@ class _Search:
 
 
 _CHILD = CHILD - FORM
-
-
-def _require_dtype(wanted: str, known: Collection[str]) -> None:
-    if not any(_is_dtype(dtype, wanted) for dtype in known):
-        names = some_of(sorted(known))
-        raise NotFoundError(f"no tensor has the dtype {shown_value(wanted)}: there are {names}")

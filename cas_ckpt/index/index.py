@@ -30,7 +30,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, MetaData, Select, Table, delete, select
+from sqlalchemy import Connection, MetaData, Select, delete, select
 
 import cas_ckpt
 from cas_ckpt.errors import (
@@ -486,7 +486,12 @@ def replace_file(path: Path, made: Index, catch_up: CatchUp, *, only_sqlite: boo
     try:
         with while_closed(path):
             if only_sqlite:
-                _require_sqlite(path)
+                with path.open("rb") as file:
+                    head = file.read(len(_SQLITE_MAGIC))
+                if head not in (b"", _SQLITE_MAGIC):
+                    raise ConflictError(
+                        f"index {path}: it is not a database of SQLite, so it stays as it is: move it away first"
+                    )
             _follow_alone(made._database, catch_up)
             _bring_remembered(path, made)
             made._database.engine.dispose()  # folds the log into the file, synced
@@ -496,13 +501,6 @@ def replace_file(path: Path, made: Index, catch_up: CatchUp, *, only_sqlite: boo
         raise file_refused(error, f"{path}: cannot be replaced") from error
     finally:
         made.close()
-
-
-def _require_sqlite(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(len(_SQLITE_MAGIC))
-    if head not in (b"", _SQLITE_MAGIC):
-        raise ConflictError(f"index {path}: it is not a database of SQLite, so it stays as it is: move it away first")
 
 
 def _follow_alone(database: Database, catch_up: CatchUp) -> None:
@@ -550,7 +548,10 @@ def _bring_remembered(path: Path, made: Index) -> None:
     """
     old = unguarded_file(path)
     try:
-        before = _older_tables() if _is_older(old) else {table: table for table in REMEMBERED}
+        before = {table: table for table in REMEMBERED}
+        with suppress(CkptError), old.reading() as connection:  # as far as that can be read
+            if META.name not in table_names(connection):  # before revision 0004: these in the form of today, renamed
+                before = {t: t.to_metadata(MetaData(), name=former_name(t)) for t in (META, REFS, SCRUBS)}
         key = before[META].c.key
         store = _readable(old, select(before[META].c.value).where(key == remembered.STORE))
         for table, kept in before.items() if store == [(made.store_id,)] else ():
@@ -564,18 +565,6 @@ def _bring_remembered(path: Path, made: Index) -> None:
             remembered.drop_incomplete(target)  # each table was read for itself
     finally:
         old.engine.dispose()
-
-
-def _is_older(old: Database) -> bool:
-    """Whether it is of a revision in which tables had their former names, as far as that can be read."""
-    with suppress(CkptError), old.reading() as connection:
-        return META.name not in table_names(connection)
-    return False
-
-
-def _older_tables() -> dict[Table, Table]:
-    """Tables that revisions before 0004 had in the form of today -> how they were called."""
-    return {table: table.to_metadata(MetaData(), name=former_name(table)) for table in (META, REFS, SCRUBS)}
 
 
 def _readable(old: Database, query: Select[Any]) -> list[tuple[Any, ...]]:

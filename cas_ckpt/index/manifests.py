@@ -81,13 +81,22 @@ def add_contents(connection: Connection, records: Sequence[PackRecord], numbers:
         numbers: Digest -> number of every node, and of what it names.
     """
     wanted = specs_in(content for record in records for _, content in record.contents)
-    specs = _number_specs(connection, wanted) if wanted else {}
+    specs = read_specs(connection, wanted) if wanted else {}
+    missing = sorted(pair for pair in wanted if pair not in specs)
+    if missing:  # each of these gets a row
+        last = int(rows(connection, "SELECT max(spec_id) FROM t_specs")[0][0] or 0)
+        new = dict(zip(missing, count(last + 1)))
+        insert_missing(connection, SPECS, sorted(spec_row(pair, spec_id) for pair, spec_id in new.items()))
+        specs |= new
     for table, some in content_rows(records, numbers, specs).items():
         insert_missing(connection, table, some)
     for record in records:
         for digest, content in record.contents:
             if isinstance(content, LayoutObject):
-                _add_layout(connection, numbers[digest], content)
+                layout = layout_rows(numbers[digest], content)
+                if insert_missing(connection, LAYOUTS, layout.pop(LAYOUTS)):
+                    for table, more in layout.items():
+                        insert_missing(connection, table, more)
 
 
 def content_rows(
@@ -229,18 +238,6 @@ def read_specs(connection: Connection, wanted: Iterable[SpecPair]) -> dict[SpecP
     return {keys[key]: spec_id for key, spec_id in rows_by_key(connection, asked, keys)}
 
 
-def _number_specs(connection: Connection, wanted: Iterable[SpecPair]) -> SpecNumbers:
-    """The numbers of all; new ones get a row."""
-    known = read_specs(connection, wanted)
-    missing = sorted(pair for pair in wanted if pair not in known)
-    if missing:
-        last = int(rows(connection, "SELECT max(spec_id) FROM t_specs")[0][0] or 0)
-        new = dict(zip(missing, count(last + 1)))
-        insert_missing(connection, SPECS, sorted(spec_row(pair, spec_id) for pair, spec_id in new.items()))
-        known |= new
-    return known
-
-
 def spec_row(pair: SpecPair, spec_id: int) -> tuple[str, int, str, str, int, int]:
     """The row of `t_specs` for a dtype and shape."""
     dtype, shape = pair
@@ -279,14 +276,6 @@ def drop_contents(connection: Connection) -> None:
 
 _ROWS_PER_READ = 10_000
 OF_LAYOUTS = (LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, DIVISIONS, DIVISION_AXES, DIVISION_BOXES)
-
-
-def _add_layout(connection: Connection, number: int, layout: LayoutObject) -> None:
-    """Add the rows of the layout node `number`, unless they are there."""
-    wanted = layout_rows(number, layout)
-    if insert_missing(connection, LAYOUTS, wanted.pop(LAYOUTS)):
-        for table, some in wanted.items():
-            insert_missing(connection, table, some)
 
 
 def layout_rows(number: int, layout: LayoutObject) -> dict[Table, Iterator[tuple[Any, ...]]]:

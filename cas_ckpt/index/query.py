@@ -29,7 +29,7 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import InvalidInputError, TooLargeError, UnsupportedVersionError, shown_value
 from cas_ckpt.index import postgres, remembered, sqlite
-from cas_ckpt.index.database import Database
+from cas_ckpt.index.database import Database, memory_copy
 from cas_ckpt.index.db_errors import REFUSED, query_refused
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.schema import VIEWS_VERSION
@@ -236,7 +236,8 @@ other is refused by that."""
 
 
 def _ask_sqlite(database: Database, query: str, values: Mapping[str, Any], taken: _Taken) -> Answer:
-    with closing(_connection(database)) as connection:
+    file = database.path
+    with closing(memory_copy(database) if file is None else sqlite.reader(file)()) as connection:
         for pragma in _PRAGMAS:
             connection.execute("PRAGMA " + pragma)
         connection.execute(_VIRTUAL_TABLES)
@@ -267,16 +268,6 @@ def _ask_sqlite(database: Database, query: str, values: Mapping[str, Any], taken
         if cursor.description is None:
             raise InvalidInputError("sql: there is no query: give one, such as SELECT * FROM commits")
         return Answer(tuple(column[0] for column in cursor.description), taken.rows)
-
-
-def _connection(database: Database) -> sqlite3.Connection:
-    """A connection of its own: to the file, or to a copy of what is in memory."""
-    if database.path is not None:
-        return sqlite.reader(database.path)()
-    copy = sqlite.memory_connection()
-    with database.reading() as source:
-        cast(sqlite3.Connection, source.connection.driver_connection).backup(copy)
-    return copy
 
 
 def _authorize(tables: Container[str], action: int, one: str | None, other: str | None, *_: str | None) -> int:

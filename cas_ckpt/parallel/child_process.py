@@ -37,6 +37,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -323,7 +324,10 @@ class ChildProcess(Uncopied):
         self._send("work", work)
         unwanted: Exception | None = None
         while True:
-            kind, *rest = self._receive()
+            try:
+                kind, *rest = self._connection.recv()
+            except (EOFError, OSError):
+                raise self._over() from None
             if kind == "begun":
                 self._has_begun = True
             elif kind == "done":
@@ -372,12 +376,6 @@ class ChildProcess(Uncopied):
             else:
                 return
         raise self._over()
-
-    def _receive(self) -> Any:
-        try:
-            return self._connection.recv()
-        except (EOFError, OSError):
-            raise self._over() from None
 
     def _wait_until_ready(self) -> None:
         if self._is_ready:
@@ -547,9 +545,17 @@ def serve(descriptor: int, parent: int, work: Work) -> NoReturn:
     Args:
         descriptor: The socket to the parent. parent: Its process id.
     """
-    _end_with(parent)
-    _give_up_terminal()
-    _be_ended_first()
+    with suppress(OSError, AttributeError):  # not Linux: the connection says that the parent has ended
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # gone already
+        os._exit(0)
+    # No terminal, neither for what is started here: it would stop who asks there, as we are in the background. The
+    # session stays that of the parent: a niceness counts among the processes of one session only.
+    with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:  # there may be none
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+    # Where memory runs out, let the kernel take this process rather than its parent.
+    with suppress(OSError):  # not Linux, or its parent is to be taken still earlier
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     for number in NOT_FOR_CHILDREN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_CHILDREN)
@@ -566,33 +572,3 @@ def serve(descriptor: int, parent: int, work: Work) -> NoReturn:
         if message is not None:
             served._take(work, *message)
     os._exit(0)
-
-
-def _give_up_terminal() -> None:
-    """Have no terminal, and nothing that is started here: it would stop who asks there, as we are in the background.
-
-    The session stays that of the parent: a niceness counts among the processes of one session only.
-    """
-    try:
-        with open("/dev/tty", "rb", buffering=0) as terminal:
-            fcntl.ioctl(terminal, termios.TIOCNOTTY)
-    except OSError:
-        pass  # there is none
-
-
-def _be_ended_first() -> None:
-    """Where memory runs out, let the kernel take this process rather than its parent."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    except OSError:
-        pass  # not Linux, or its parent is to be taken still earlier
-
-
-def _end_with(parent: int) -> None:
-    """Ask the kernel to end this process with its parent, which may be gone already."""
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    except (OSError, AttributeError):
-        pass  # not Linux: the connection says it
-    if os.getppid() != parent:
-        os._exit(0)

@@ -434,7 +434,8 @@ def _is_transient(error: Exception) -> bool:
 def _error_of(error: Exception, doing: str) -> CkptError:
     if isinstance(error, _Status):
         return _error_of_status(error, doing)
-    why = f"{_cause_of(error)!s:.300}"
+    # The cause of a broken connection: urllib3 puts it last, after the whole URL and the count of attempts.
+    why = f"{getattr(error.args[0] if error.args else None, 'reason', None) or error!s:.300}"
     if isinstance(error, google.auth.exceptions.TransportError):
         return TransientStorageError(f"{doing}: no token could be fetched: {why}")
     if isinstance(error, google.auth.exceptions.GoogleAuthError):
@@ -447,11 +448,6 @@ def _error_of(error: Exception, doing: str) -> CkptError:
     if isinstance(error, _BROKEN_OFF):
         return TransientStorageError(f"{doing}: {why}: look at endpoint and network, then repeat")
     return StorageError(f"{doing}: {why}")
-
-
-def _cause_of(error: Exception) -> object:
-    """The cause of a broken connection: urllib3 puts it last, after the whole URL and the count of attempts."""
-    return getattr(error.args[0] if error.args else None, "reason", None) or error
 
 
 def _error_of_status(error: _Status, doing: str) -> CkptError:

@@ -262,7 +262,8 @@ class ObjectStore(Uncopied):
                     raise changed_meanwhile(key, gone=current is None)
                 self._note(key, view, self.bucket.put(name, view, nonce=""))
             return
-        noted = self._recall(key)
+        with self._lock:
+            noted = self._noted.get(key)
         if noted is not None and noted.value == expected:
             with suppress(_Stale):  # it was changed elsewhere, which is looked at below
                 self._swap(key, name, noted.version, view)
@@ -407,10 +408,6 @@ class ObjectStore(Uncopied):
             self._noted.move_to_end(key)
             if len(self._noted) > _NOTED_VALUES:
                 self._noted.popitem(last=False)
-
-    def _recall(self, key: str) -> _Noted | None:
-        with self._lock:
-            return self._noted.get(key)
 
     def _forget(self, key: str) -> None:
         with self._lock:

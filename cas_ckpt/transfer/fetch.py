@@ -380,7 +380,11 @@ ROUND_COPIES = 4
 def threads_within(budget_bytes: int, chunks: Sequence[StoredChunk], num_threads: int) -> int:
     """So many threads, or as many of them as fit, with these chunks; one always."""
     left = budget_bytes - FIXED_BYTES - len(chunks) * (ENTRY_BYTES + CHUNK_BYTES)
-    return max(1, min(num_threads, left // max(_thread_bytes(chunks), 1)))
+    longest = 1
+    for chunk in chunks:
+        is_plain = all(place.encoding == codec.RAW for place in chunk.places)
+        longest = max(longest, chunk.num_bytes * (PLAIN_COPIES if is_plain else ENCODED_COPIES))
+    return max(1, min(num_threads, left // longest))
 
 
 def round_bytes(budget_bytes: int, num_chunks: int, *, most: int) -> int:
@@ -392,11 +396,3 @@ def round_bytes(budget_bytes: int, num_chunks: int, *, most: int) -> int:
 def least_bytes(num_entries: int, num_chunks: int) -> int:
     """Least memory of a restore."""
     return FIXED_BYTES + num_entries * ENTRY_BYTES + num_chunks * CHUNK_BYTES + 2 * ENCODED_COPIES * LONGEST_BYTES
-
-
-def _thread_bytes(chunks: Iterable[StoredChunk]) -> int:
-    longest = 0
-    for chunk in chunks:
-        is_plain = all(place.encoding == codec.RAW for place in chunk.places)
-        longest = max(longest, chunk.num_bytes * (PLAIN_COPIES if is_plain else ENCODED_COPIES))
-    return longest

@@ -579,7 +579,10 @@ class _Mover:
     def _land(self, parts: Sequence[tuple[TargetTensor, Box, memoryview]]) -> None:
         def land(part: tuple[TargetTensor, Box, memoryview]) -> None:
             tensor, box, data = part
-            _place(tensor, box, elements(data, box, tensor.item_bytes))
+            target = _target(tensor)
+            array = target.open(box)
+            np.copyto(as_raw(array, tensor.item_bytes), elements(data, box, tensor.item_bytes))
+            target.done(box, array)
             self._options.progress.advance(len(data))
 
         run_all(parts, lambda: land, num_threads=min(self._options.num_threads, len(parts)))
@@ -592,14 +595,6 @@ def _is_staged(chunk: StoredChunk) -> bool:
 def _by_place(job: _Job) -> tuple[str, int]:
     place = job.read.chunk.places[0]
     return place.pack, place.offset
-
-
-def _place(tensor: TargetTensor, box: Box, found: Array) -> None:
-    """Bring the elements of `box` into the own target."""
-    target = _target(tensor)
-    array = target.open(box)
-    np.copyto(as_raw(array, tensor.item_bytes), found)
-    target.done(box, array)
 
 
 def _target(tensor: TargetTensor) -> ArrayTarget:

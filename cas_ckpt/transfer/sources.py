@@ -340,18 +340,13 @@ def staging(store: Store, chunks: Sequence[tuple[Digest, int]], wanted_bytes: in
                     file = stack.enter_context(tempfile.TemporaryFile(prefix="cas-ckpt-", dir=folder, buffering=0))
         if file is not None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        if file is None or room_bytes < wanted_bytes:
-            _say_what_is_missing(wanted_bytes, 0 if file is None else room_bytes)
+        if wanted_bytes and (file is None or room_bytes < wanted_bytes):
+            _LOGGER.warning(
+                "no folder for temporary files has room to stage the %d bytes that are restored, the largest has %d: "
+                "what does not fit is downloaded twice, once to verify it and once to restore it; free some space on a "
+                "local disk, or set TMPDIR", wanted_bytes, 0 if file is None else room_bytes,
+            )  # fmt: skip
         yield StagedStore(store, chunks, file, room_bytes)
-
-
-def _say_what_is_missing(wanted_bytes: int, room_bytes: int) -> None:
-    if wanted_bytes:
-        _LOGGER.warning(
-            "no folder for temporary files has room to stage the %d bytes that are restored, the largest has %d: what "
-            "does not fit is downloaded twice, once to verify it and once to restore it; free some space on a local "
-            "disk, or set TMPDIR", wanted_bytes, room_bytes,
-        )  # fmt: skip
 
 
 def temporary_folders() -> list[str]:

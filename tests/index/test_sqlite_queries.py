@@ -76,11 +76,13 @@ def test_a_write_that_the_authorizer_missed_is_refused_by_the_connection(
 ) -> None:
     monkeypatch.setattr(query, "_authorize", lambda *_: sqlite3.SQLITE_OK)
     with monkeypatch.context() as patch:
-        patch.setattr(query, "_connection", lambda database: sqlite.writer(database.path))
+        patch.setattr(sqlite, "reader", lambda path: lambda: sqlite.writer(path))
         with pytest.raises(InvalidInputError, match="readonly database"):
             ask(index, text)
+    path = index._database.path
+    assert path is not None
     with (
-        closing(query._connection(index._database)) as connection,
+        closing(sqlite.reader(path)()) as connection,
         pytest.raises(sqlite3.OperationalError, match="readonly database"),
     ):
         connection.execute(text)
