@@ -241,7 +241,11 @@ def stored_leaves(connection: Connection, root: bytes, keys: KeyPatterns | None 
     container = _unfolded(connection, root_number(connection, root), keys or None)
     rows = list(_leaves(container))
     specs = read_specs(connection, {row[SPEC] for _, row, _ in rows})
-    cells = _read_cells(connection, {row[CHILD] for _, row, _ in rows if row[FORM] % FLAVOR_STEP == _TENSOR})
+    nodes = {row[CHILD] for _, row, _ in rows if row[FORM] % FLAVOR_STEP == _TENSOR}
+    cells = {node: (spec, tuple(json.loads(cell))) for node, spec, cell in rows_by_key(connection, _CELLS, nodes)}
+    if len(cells) < len(nodes):
+        missing = [node for node in nodes if node is not None and node not in cells]
+        raise RowsMissingError(read_digests(connection, missing).values())
     found = []
     for key, row, owner in rows:
         form, spec = row[FORM] % FLAVOR_STEP, specs[row[SPEC]][0]
@@ -268,18 +272,6 @@ def _leaves(container: _Container, owner: int | None = None) -> Iterator[tuple[s
             yield from _leaves(next(below), of_rank)
         else:
             yield container.prefix + row[NAME], row, of_rank
-
-
-def _read_cells(
-    connection: Connection, numbers: Collection[int | None]
-) -> dict[int | None, tuple[int, tuple[int, ...]]]:
-    """Number of a tensor node -> number of its dtype and shape, sizes of a full cell."""
-    rows = rows_by_key(connection, _CELLS, numbers)
-    found = {number: (spec, tuple(json.loads(cell))) for number, spec, cell in rows}
-    if len(found) < len(numbers):
-        missing = [number for number in numbers if number is not None and number not in found]
-        raise RowsMissingError(read_digests(connection, missing).values())
-    return found
 
 
 # --- containers where they occur in a state -------------------------------------------------------
@@ -344,7 +336,11 @@ def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatt
             for inner in container.below:
                 inner.tree = trees[inner.number]
             if wanted is not None:
-                _leave_out(container, wanted)
+                # Containers that are one entry whose key does not match are left out.
+                gone = {inner.key for inner in container.below if inner.tree.is_entry and not wanted.matches(inner.key)}
+                if gone:
+                    container.below = [inner for inner in container.below if inner.key not in gone]
+                    container.rows = [row for row in container.rows if container.prefix + row[NAME] not in gone]
         level = [
             (inner, None if inner.tree.is_entry else wanted)
             for container, wanted in level
@@ -362,14 +358,6 @@ def _opened(connection: Connection, level: _Level) -> list[Sequence[Row]]:
         groups.setdefault(each, {})[container.number] = container.tree
     found = {each: open_containers(connection, trees, each) for each, trees in groups.items()}
     return [found[each][container.number] for (container, _), each in zip(level, names, strict=True)]
-
-
-def _leave_out(container: _Container, wanted: KeyPatterns) -> None:
-    """Leave out those containers that are one entry whose key does not match."""
-    gone = {inner.key for inner in container.below if inner.tree.is_entry and not wanted.matches(inner.key)}
-    if gone:
-        container.below = [inner for inner in container.below if inner.key not in gone]
-        container.rows = [row for row in container.rows if container.prefix + row[NAME] not in gone]
 
 
 # --- entries as people see them -----------------------------------------------------------------

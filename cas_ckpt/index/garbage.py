@@ -219,7 +219,13 @@ def find(connection: Connection, *, above: int, upto: int, again: bool, targets:
         above=above,
         upto=upto,
     )
-    _examine_split(connection)
+    incomplete = []  # of the objects in several extents; what of them is spare is found with it
+    for extents in extents_by_object(connection, "split"):
+        spare = [(extents[0].object_id, pack) for pack in spare_packs(extents)]
+        insert_missing(connection, SPARES, spare)
+        if not covers(extents):
+            incomplete.append(extents[0].object_id)
+    change_by_key(connection, "UPDATE split SET incomplete = 1 WHERE object_id {keys}", incomplete)
 
 
 def _turn(connection: Connection) -> tuple[int, int, bool]:
@@ -252,17 +258,6 @@ def _keep(connection: Connection, *, again: bool) -> None:
 
 
 # --- coverage ------------------------------------------------------------------------------
-
-
-def _examine_split(connection: Connection) -> None:
-    """Find out what of the objects in several extents is spare, and which of them are not complete."""
-    incomplete = []
-    for extents in extents_by_object(connection, "split"):
-        spare = [(extents[0].object_id, pack) for pack in spare_packs(extents)]
-        insert_missing(connection, SPARES, spare)
-        if not covers(extents):
-            incomplete.append(extents[0].object_id)
-    change_by_key(connection, "UPDATE split SET incomplete = 1 WHERE object_id {keys}", incomplete)
 
 
 def extents_by_object(connection: Connection, table: str, *, only: str = "true") -> Iterator[list[Extent]]:
