@@ -291,6 +291,7 @@ def _with_little_memory(policy: str) -> None:
     print(*sorted(kinds), flush=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["auto", "zstd", "planes"])
 def test_an_encoder_that_gets_no_memory_raises_a_memory_error(policy: str) -> None:
     with Forked(_with_little_memory, policy, stdout=PIPE, stderr=PIPE) as process:

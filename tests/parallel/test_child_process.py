@@ -151,6 +151,7 @@ def test_a_timeout_for_the_sockets_of_the_program_does_not_concern_the_child() -
         socket.setdefaulttimeout(None)
 
 
+@pytest.mark.slow
 def test_a_child_has_no_terminal() -> None:
     """Of which it, and what it starts, would be a group in the background: stopped by what it asks there."""
     with Forked(_parent_with_a_terminal, stdout=PIPE) as parent:
@@ -271,6 +272,7 @@ def test_a_child_ends_with_close_in_the_middle_of_its_work() -> None:
     assert is_gone(child.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["at work", "stopped", "a fork has what is open"])
 def test_a_child_ends_with_a_parent_that_is_killed(how: str) -> None:
     given = {"stopped": how == "stopped", "forked": how.startswith("a fork")}
@@ -281,6 +283,7 @@ def test_a_child_ends_with_a_parent_that_is_killed(how: str) -> None:
     wait_until_gone(pid)
 
 
+@pytest.mark.slow
 def test_a_stopped_child_is_not_left_to_whoever_takes_in_the_children_of_its_parent() -> None:
     """Where that is in one session with it, the kernel lets it go on stopped: nothing but its own request ends it."""
     _take_in_grandchildren(True)

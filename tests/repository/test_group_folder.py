@@ -74,12 +74,14 @@ def users_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_uid for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_new_index_may_be_written_by_the_group_that_may_write_the_folder(shared: Path) -> None:
     assert stat.S_IMODE((shared / "index" / "index.sqlite").stat().st_mode) == 0o664
     as_user(COLLEAGUE, commit, shared)
     as_user(OWNER, commit, shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("died", [False, True], ids=["closed", "left behind by a process that died"])
 def test_reading_an_index_that_one_may_not_write_leaves_nothing_beside_it(shared: Path, died: bool) -> None:
     index = shared / "index" / "index.sqlite"

@@ -45,6 +45,7 @@ def _limited(path: Path) -> None:
     sys.stdout.flush()
 
 
+@pytest.mark.slow
 def test_under_a_limit_of_the_address_space_every_error_is_one_of_ours(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo", group=None) as repo:
         repo.commit({"w": np.arange(5000)})
@@ -75,6 +76,7 @@ def _no_memory_for_sqlite() -> None:
     sys.stdout.flush()
 
 
+@pytest.mark.slow
 def test_a_question_with_more_rows_than_there_is_memory_is_too_large() -> None:
     with Forked(_no_memory_for_sqlite, stdout=PIPE, stderr=PIPE) as process:
         out, err = process.communicate()

@@ -13,7 +13,7 @@ from cas_ckpt import MemoryBudgetError, Repository, limits
 from cas_ckpt.memory import DEFAULT_BYTES
 from tests.ranks import results, run_processes
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")]
 
 CASES = "tests.repository.memory_cases:"
 MB = 1000**2

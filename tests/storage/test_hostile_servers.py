@@ -26,6 +26,8 @@ from tests.listener import Listener
 from tests.servers import credentials
 from tests.tls import new_key, pem
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[[str, socket.socket], None]
 
 
