@@ -484,20 +484,16 @@ class _Mover:
         to_come = sum(num_bytes(part.tensor, part.box) for part in incoming)
         with phase(self._options.progress, "restoring", own_bytes + to_come):
             alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
-            jobs = [] if self._around.is_empty else self._follow_pointers(pointed, found)
-            self._fill(sorted(alone, key=_by_place) + jobs)
+            jobs = sorted(alone, key=_by_place)
+            if not self._around.is_empty:  # each rank is sent pointers to its parts, and others point at `found`
+                messages = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in pointed])
+                for reader, message in enumerate(messages):
+                    mine = [each for each in found if each.reader == reader]
+                    chunks = unpack_pointers(bytes(message), keys=[each.tensor.key for each in mine], reader=reader)
+                    for part, chunk in zip(mine, chunks, strict=True):
+                        jobs.append(_Job(CellRead(chunk, part.tensor, part.cell, ()), [], [part.box]))
+            self._fill(jobs)
             self._exchange_rounds(reads, own, sends, received)
-
-    def _follow_pointers(self, pointed: Sequence[Sequence[StoredChunk]], found: Sequence[Incoming]) -> list[_Job]:
-        """Send each rank pointers to its parts; what is to be done about `found`, which others point at."""
-        received = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in pointed])
-        jobs = []
-        for reader, message in enumerate(received):
-            mine = [each for each in found if each.reader == reader]
-            chunks = unpack_pointers(bytes(message), keys=[each.tensor.key for each in mine], reader=reader)
-            for each, chunk in zip(mine, chunks, strict=True):
-                jobs.append(_Job(CellRead(chunk, each.tensor, each.cell, ()), [], [each.box]))
-        return jobs
 
     def _exchange_rounds(
         self,
@@ -524,8 +520,16 @@ class _Mover:
 
     def _fill(self, jobs: Sequence[_Job]) -> None:
         if isinstance(self._source, StagedStore):
-            self._fill_remote(self._source.store, [job for job in jobs if not _is_staged(job.read.chunk)])
+            # What could not be staged is read and verified once more, what is near one another together.
+            remote = [job for job in jobs if not _is_staged(job.read.chunk)]
             jobs = [job for job in jobs if _is_staged(job.read.chunk)]
+            chunks: dict[Digest, StoredChunk] = {}
+            for job in remote:
+                chunk = chunks.setdefault(job.read.chunk.digest, replace(job.read.chunk, parts=[], wanted_bytes=0))
+                chunk.parts += job.parts()
+                chunk.wanted_bytes += sum(num_bytes(job.read.tensor, box) for box in job.own)
+            Arrivals(self._source.store, replace(self._options, progress=SILENT)).read(list(chunks.values()), placed)
+            self._options.progress.advance(sum(num_bytes(job.read.tensor, box) for job in remote for box in job.own))
         run_all(jobs, lambda: self._fill_one, num_threads=min(self._options.num_threads, len(jobs)))
 
     def _fill_one(self, job: _Job) -> None:
@@ -565,16 +569,6 @@ class _Mover:
                 raise
             places = self._options.relocate(chunk.digest, {place.pack for place in chunk.places})
             return self._filler.reader.verify(chunk.digest, places, chunk.num_bytes)
-
-    def _fill_remote(self, store: Store, jobs: Sequence[_Job]) -> None:
-        """Read and verify once more what could not be staged, what is near one another together."""
-        chunks: dict[Digest, StoredChunk] = {}
-        for job in jobs:
-            chunk = chunks.setdefault(job.read.chunk.digest, replace(job.read.chunk, parts=[], wanted_bytes=0))
-            chunk.parts += job.parts()
-            chunk.wanted_bytes += sum(num_bytes(job.read.tensor, box) for box in job.own)
-        Arrivals(store, replace(self._options, progress=SILENT)).read(list(chunks.values()), placed)
-        self._options.progress.advance(sum(num_bytes(job.read.tensor, box) for job in jobs for box in job.own))
 
     def _land(self, parts: Sequence[tuple[TargetTensor, Box, memoryview]]) -> None:
         def land(part: tuple[TargetTensor, Box, memoryview]) -> None:
