@@ -11,11 +11,12 @@ from cas_ckpt.errors import ConflictError
 from tests.schedule.deciders import Uniform
 from tests.schedule.play import Played, Scenario, play
 from tests.schedule.scenarios import random_decider, random_scenario
+from tests.searches import tries
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(500, 700)
-"""Number 685 is one in which a shard that does not look at refs again, after it met the other, is found out."""
+SEEDS = range(tries(640, 500), 700)
+"""A shard that rescues for one ref alone, or for none, is found out by the small part already."""
 
 SHARDS = ("gc repack {}of2", "gc repack small {}of2", "gc {}of2")
 
@@ -36,7 +37,7 @@ def test_random_schedules_of_shards_lose_nothing_and_leave_nothing() -> None:
 
 
 def test_shards_that_meet_finish_what_the_other_began_and_neither_gives_up() -> None:
-    for seed in range(60):
+    for seed in range(tries(20, 60)):
         deeds = {"W": "commit ab fresh", "G1": "gc repack 1of2", "G2": "gc repack 2of2"}
         played = play(Scenario("garbage", deeds), Uniform(random.Random(f"meet {seed}")), seed=seed)
         assert played.failure is None, str(played)
