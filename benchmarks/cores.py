@@ -23,10 +23,11 @@ import argparse
 import importlib.metadata
 import os
 import shutil
+import sqlite3
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -242,24 +243,46 @@ def loops(plan: Plan) -> Lines:
 
 
 def small(plan: Plan) -> Lines:
-    """Many small tensors of the host, all of them changed between two commits."""
+    """Many small tensors of the host, all of them changed between two commits; beside torch.save, and what Python and
+    SQLite need for less than that."""
     tensors = [torch.randn(16 + number % 7 * 32) for number in range(plan.num_small)]
     state = {str(start): dict(enumerate(tensors[start : start + 1000])) for start in range(0, len(tensors), 1000)}
-    commits, unchanged, checkouts = (list[float]() for _ in range(3))
+    file = plan.memory / "small.pt"
     with created(plan.memory / "small") as repo:
+        ways: dict[str, Callable[[], object]] = {
+            "commit, all changed": lambda: repo.commit(state),
+            "commit, unchanged": lambda: repo.commit(state),
+            "checkout": lambda: repo.checkout("main", into=state),
+            "`torch.save`": lambda: torch.save(state, file),
+            "`torch.load`": lambda: torch.load(file),
+            "place, dtype, shape, strides and device of each asked, in Python": lambda: [
+                (each.data_ptr(), each.dtype, each.shape, each.stride(), each.device) for each in tensors
+            ],
+            "a row of each put into SQLite, in memory": lambda: _rows_of(tensors),
+        }
+        found: dict[str, list[float]] = {name: [] for name in ways}
         for counts in plan.rounds:
             torch._foreach_add_(tensors, 1)
-            times = [seconds_of(work) for work in (
-                lambda: repo.commit(state), lambda: repo.commit(state), lambda: repo.checkout("main", into=state)
-            )]  # fmt: skip
-            if counts:
-                for every, seconds in zip((commits, unchanged, checkouts), times, strict=True):
-                    every.append(seconds)
-    commit_s, unchanged_s, checkout_s = map(statistics.median, (commits, unchanged, checkouts))
+            for name, way in ways.items():
+                seconds = seconds_of(way)
+                if counts:
+                    found[name].append(seconds)
+    file.unlink()
+    wanted = {"commit, all changed": SMALL_COMMIT_S, "checkout": SMALL_CHECKOUT_S}
     yield from (f"| {plan.num_small:,} tensors of 64 to 832 bytes | s | at most |", "| --- | --- | --- |")
-    yield f"| commit, all changed | {commit_s:.2f} | {verdict(commit_s, SMALL_COMMIT_S)} |"
-    yield f"| commit, unchanged | {unchanged_s:.2f} | |"
-    yield f"| checkout | {checkout_s:.2f} | {verdict(checkout_s, SMALL_CHECKOUT_S)} |"
+    for name, times in found.items():
+        middle = statistics.median(times)
+        limit = verdict(middle, wanted[name]) if name in wanted else ""
+        yield f"| {name} | {middle:.2f} | {limit} |"
+
+
+def _rows_of(tensors: Sequence[torch.Tensor]) -> None:
+    """A table of names and values that are ordered by them, as entries of a state are in the index."""
+    with closing(sqlite3.connect(":memory:")) as database, database:
+        database.execute("CREATE TABLE t (node INTEGER, name TEXT, data BLOB, PRIMARY KEY (node, name)) WITHOUT ROWID")
+        database.executemany(
+            "INSERT INTO t VALUES (1, ?, ?)", ((str(number), bytes(32)) for number in range(len(tensors)))
+        )
 
 
 def cuda(plan: Plan) -> Lines:
