@@ -213,7 +213,7 @@ RULES = (
     Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')",
          ("cli", "__main__.py", "progress.py")),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
-         ("objects/values.py", "formats/dcp_folders.py",
+         ("objects/values.py", "formats/dcp_export.py",
           "parallel/child_process.py", "formats/pickles.py")),  # what its unpickler may call is on a list
     Rule("torch's private names have one home", private_names_of_torch, "import torch\ntorch._neg_view(tensor)",
          ("training/torch_internals.py", "storage", "transfer", "parallel")),  # the rooms below know no torch

@@ -9,7 +9,7 @@ lets all files appear together, whole, or not at all.
     folders.py            files of an import and an export, whatever their format
     torch_file.py         files of torch.save
     pickles.py            pickles of strangers, read without running anything
-    dcp_folders.py        folders of torch.distributed.checkpoint's own files, in and out; dcp_metadata.py: their names
+    dcp_import.py, dcp_export.py, dcp_metadata.py   folders of torch.distributed.checkpoint's own files
 
 Invariant: no code in a file is run, nothing that a file says is believed, and memory is a buffer for each thread,
 whatever the size of the files. Must not know the command line or the class `Repository`.

@@ -107,7 +107,7 @@ def read_state(
     Tensors are read when they are asked for.
     """
     if is_dcp_folder(path):
-        from cas_ckpt.formats.dcp_folders import folder_tree
+        from cas_ckpt.formats.dcp_import import folder_tree
 
         folder = Path(path)
         tree, saved = folder_tree(folder, allow_pickle=allow_pickle, follow_links=follow_links)
@@ -225,7 +225,7 @@ def export_any(
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
     if chosen == "dcp":
-        from cas_ckpt.formats.dcp_folders import export_dcp
+        from cas_ckpt.formats.dcp_export import export_dcp
 
         return export_dcp(handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress)
     if max_shard_bytes is not None:

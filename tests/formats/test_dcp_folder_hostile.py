@@ -24,7 +24,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats import pickles
-from cas_ckpt.formats.dcp_folders import _described
+from cas_ckpt.formats.dcp_import import _described
 from cas_ckpt.formats.dcp_metadata import ALLOWED_NAMES
 from cas_ckpt.formats.pickles import read_pickle
 from cas_ckpt.formats.verbs import import_any

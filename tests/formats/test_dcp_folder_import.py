@@ -27,8 +27,8 @@ from cas_ckpt import ImportOptions, Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.formats import dcp_folders as dcp_folder_files
-from cas_ckpt.formats.dcp_folders import nested
+from cas_ckpt.formats import dcp_import as dcp_folder_files
+from cas_ckpt.formats.dcp_import import nested
 from cas_ckpt.formats.dcp_metadata import check_cover
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ValueItem

@@ -43,7 +43,7 @@ import importlib, sys, torch
 for name in sys.argv[1:]:
     home, _, last = name.rpartition(".")
     delattr(importlib.import_module(home), last)
-import cas_ckpt.formats.verbs, cas_ckpt.dcp.paths, cas_ckpt.formats.dcp_folders
+import cas_ckpt.formats.verbs, cas_ckpt.dcp.paths, cas_ckpt.formats.dcp_export
 from cas_ckpt import Repository, RetentionHook
 with Repository.init("memory://without") as repo:
     model = torch.nn.Linear(2, 2)
