@@ -79,7 +79,7 @@ from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.draft import ReadOnlyMemory, memory_of_tensor, overlap_faults
 from cas_ckpt.training.stateful import set_versions
-from cas_ckpt.training.torch_internals import CHUNK_LIST, private
+from cas_ckpt.training.torch_internals import CHUNK_LIST, private, save
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -186,7 +186,7 @@ class Catalog:
                 return None
             item, path = item.children[rank], (*path, rank)
         stream = io.BytesIO()
-        torch.save(_with_streams(stored_object(handle, item, path, partial(self.layout, handle)), own), stream)
+        save(_with_streams(stored_object(handle, item, path, partial(self.layout, handle)), own), stream)
         stream.seek(0)
         return stream
 

@@ -44,7 +44,7 @@ from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.capture.composites import compressed_indices
 from cas_ckpt.training.capture.tensors import HostTensor
 from cas_ckpt.training.stateful import module_versions, set_versions
-from cas_ckpt.training.torch_internals import sparse_parts
+from cas_ckpt.training.torch_internals import save, sparse_parts
 from cas_ckpt.training.verbs import load_state
 
 VALUE = "value"
@@ -118,12 +118,9 @@ def export_torch(
 def save_torch(state: Any, file: IO[bytes], name: str) -> None:
     """torch.save to an open file; what the disk refuses is a StorageError that names it."""
     try:
-        torch.save(state, file)
-    except RuntimeError as error:
-        cause = error.__context__  # torch reports a failed write as a position that it did not expect
-        if isinstance(cause, OSError):
-            raise translated(cause, "writing", name) from error
-        raise
+        save(state, file)
+    except OSError as error:
+        raise translated(error, "writing", name) from error
 
 
 # --- reading --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     version_of, local_part, ...   private attributes of tensors and modules
     takes_shapes                  what a module does that loads its tensors in its own way
     stager_class                  DCP's copier of states, with memory that we give it
+    save                          torch.save, with what a write raised
 
 torch may change any of it in any release. So nothing is looked up before it is needed: where a name is gone, what
 needs it says so (`UnsupportedVersionError`) and all else goes on. A torch that is newer than those that the test suite
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -217,6 +218,17 @@ def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], 
     except _REFUSALS:
         return False
     return not faults
+
+
+def save(state: Any, file: IO[bytes]) -> None:
+    """torch.save to an open file; raises what a write raised, which torch reports as a position it did not expect."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        cause = error.__context__
+        if isinstance(cause, (OSError, MemoryError)):
+            raise cause from None
+        raise
 
 
 # ------------------------------------------------------------ DCP

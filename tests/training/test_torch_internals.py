@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import subprocess
 import sys
 from importlib import import_module
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import cas_ckpt.training.torch_internals as internals
 from cas_ckpt import Repository, UnsupportedVersionError
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
-from cas_ckpt.training.torch_internals import ATTRIBUTES, NAMES, OVERRIDDEN, STAGER, private
+from cas_ckpt.training.torch_internals import ATTRIBUTES, NAMES, OVERRIDDEN, STAGER, private, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -32,6 +34,25 @@ def test_the_torch_that_is_installed_has_the_name(name: str) -> None:
     else:
         holder, _, last = name.rpartition(".")
         assert hasattr(HOLDERS[holder], last)
+
+
+@pytest.mark.parametrize("refusal", [MemoryError("none left"), OSError(errno.ENOSPC, "no space left")], ids=repr)
+def test_what_a_write_raises_is_raised_by_a_save(refusal: Exception) -> None:
+    class Refusing(io.BytesIO):
+        def __init__(self, room: int) -> None:
+            super().__init__()
+            self.room = room
+
+        def write(self, data: Any) -> int:
+            if self.tell() >= self.room:
+                raise refusal
+            return super().write(data)
+
+    whole = io.BytesIO()
+    save(state := {"bytes": bytes(10_000), "tensor": torch.zeros(1000)}, whole)
+    for room in range(0, len(whole.getbuffer()), 500):
+        with pytest.raises(type(refusal), match="left"):
+            save(state, Refusing(room))
 
 
 def test_the_stager_has_what_is_overridden_in_it() -> None:
