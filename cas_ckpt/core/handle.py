@@ -727,10 +727,9 @@ class RepositoryHandle(Uncopied):
             NotFoundError, CorruptionError.
         """
         preview = self.preview
-        if preview is None:
-            return read_nodes(self, kind, digests)
-        found = preview.nodes(digests)
-        digests = [digest for digest in digests if digest not in found]
+        found = {} if preview is None else preview.nodes(digests)
+        if found:
+            digests = [digest for digest in digests if digest not in found]
         return {**found, **(read_nodes(self, kind, digests) if digests else {})}
 
 

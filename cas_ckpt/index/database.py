@@ -118,14 +118,7 @@ class Database:
             with held_signals(), self.write_lock:
                 if self.schema is None:
                     with self.engine.connect() as connection, connection.begin():
-                        if wait_s is not None:
-                            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
-                        try:
-                            connection.exec_driver_sql("BEGIN IMMEDIATE")
-                        finally:
-                            if wait_s is not None:
-                                usual = round(1000 * sqlite.BUSY_TIMEOUT_S)
-                                connection.exec_driver_sql(f"PRAGMA busy_timeout = {usual}")
+                        _begin_writing(connection, wait_s)
                         yield connection
                 else:
                     with postgres.writing(self.engine, self.schema, wait_s) as connection:
@@ -165,6 +158,16 @@ class Database:
             self.open_lock.close()
         if self.temporary and self.path is not None:
             unlink_files(self.path)
+
+
+def _begin_writing(connection: Connection, wait_s: float | None) -> None:
+    if wait_s is not None:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+    try:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    finally:
+        if wait_s is not None:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * sqlite.BUSY_TIMEOUT_S)}")
 
 
 def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Database:

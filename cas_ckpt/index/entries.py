@@ -326,8 +326,11 @@ def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatt
         for (container, wanted), listed in zip(level, opened, strict=True):
             prefix, tree, container.rows = container.prefix, container.tree, listed
             if wanted is not None:
-                may_match = {True: wanted.reaches, False: wanted.matches}
-                container.rows = [row for row in listed if may_match[row[FORM] == CONTAINER](prefix + row[NAME])]
+                container.rows = [
+                    row
+                    for row in listed
+                    if (wanted.reaches if row[FORM] == CONTAINER else wanted.matches)(prefix + row[NAME])
+                ]
             inside = [row for row in container.rows if row[FORM] == CONTAINER]
             container.below = [_Container(prefix + row[NAME], row[CHILD] or 0, tree) for row in inside]
         numbers = {inner.number for container, _ in level for inner in container.below}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -338,3 +339,20 @@ class TestTheProof:
     def test_a_tensor_that_was_left_out_is_found(self) -> None:
         assert self.refuses(members=(0, 1, 2))
         assert self.refuses(members=(0, 1, 2, 2))
+
+
+def test_totals_leave_nothing_in_a_plan_that_is_kept() -> None:
+    size = 256
+    wanted = [
+        RestoreRequest(f"{rows}", spec := Spec("uint8", (rows,)), whole(spec.shape, range(size)))
+        for rows in range(1000, 1100)
+    ]
+    plan = plan_restore_reads(wanted, size)
+    tracemalloc.start()
+    try:
+        totals = rank_totals(plan)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(totals.rows()) == size
+    assert kept < 500_000  # bytes; what ranks want is by rank in each of the 100 templates: 3 MB

@@ -214,8 +214,7 @@ class Walk:
         level: set[Digest] = set()
         for digest in commits:
             commit = decode_commit(found[digest])
-            strange = [parent for parent in commit.parents if parent not in expected]
-            strange = list(compress(strange, map(not_, self._target.known(strange))))
+            strange = [one for one in commit.parents if one not in expected and not self._target.known([one])[0]]
             if strange:
                 raise CorruptionError(
                     f"commit {short(digest)} follows {short(strange[0])}, which its index does not know: run "
