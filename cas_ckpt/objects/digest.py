@@ -115,6 +115,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def _packer() -> msgpack.Packer:
+    """This thread's packer, empty: what it had no memory to hand out would come before what is packed next."""
+    packer = _local.packer
+    packer.reset()
+    return packer
+
+
 def pack_atom(value: Any) -> bytes:
     """The shortest form of an atom, of an ExtType, or of lists (inside one another) of atoms.
 
@@ -123,7 +130,7 @@ def pack_atom(value: Any) -> bytes:
         UnicodeEncodeError: a string with lone surrogates.
         ValueError: longer than 2^32-1 bytes or items.
     """
-    packed: bytes = _local.packer.pack(value)
+    packed: bytes = _packer().pack(value)
     if len(packed) > _KEPT_BUFFER_BYTES:
         _local.__init__()  # type: ignore[misc]  # the packer keeps its buffer: do not hold on to a huge one
     return packed
@@ -136,14 +143,14 @@ def pack_ext(code: int, payload: bytes) -> bytes:
 
 def pack_array(items: Sequence[bytes]) -> bytes:
     """An array of items that are packed already."""
-    header: bytes = _local.packer.pack_array_header(len(items))
+    header: bytes = _packer().pack_array_header(len(items))
     return header + b"".join(items)
 
 
 def pack_map(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A map of (key, value) pairs that are packed already, in any order."""
     ordered = sorted(pairs)
-    header: bytes = _local.packer.pack_map_header(len(ordered))
+    header: bytes = _packer().pack_map_header(len(ordered))
     return header + b"".join(chain.from_iterable(ordered))
 
 

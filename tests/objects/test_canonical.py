@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects import digest
 from cas_ckpt.objects.digest import MAX_DEPTH, pack_canonical, unpack_canonical
+from tests.processes import PIPE, Forked
 from tests.searches import tries
 
 ATOMS = (
@@ -153,3 +158,28 @@ def test_every_thread_has_a_packer_of_its_own() -> None:
 
 def test_a_memoryview_is_read_like_bytes() -> None:
     assert unpack_canonical(memoryview(b"\x92\x01\x02")) == [1, 2]
+
+
+def _pack_with_little_memory() -> None:
+    """Pack much until there is no memory for what comes out; then print what a few objects are packed to."""
+    much = bytes(900_000)
+    pack_canonical(much)  # the packer's buffer is there now
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    kept = []
+    resource.setrlimit(resource.RLIMIT_AS, (mapped, resource.RLIM_INFINITY))
+    try:
+        while True:
+            kept.append(pack_canonical(much))
+    except MemoryError:
+        pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print([pack_canonical(obj) for obj in (7, [], {})], flush=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
+def test_what_could_not_be_packed_for_want_of_memory_is_not_in_what_is_packed_next() -> None:
+    with Forked(_pack_with_little_memory, stdout=PIPE, stderr=PIPE) as process:
+        out, err = process.communicate()
+    assert out == "[b'\\x07', b'\\x90', b'\\x80']\n", (out[:200], err)
