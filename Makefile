@@ -8,6 +8,7 @@
 #   make soak    tests that take minutes: a simulated year, a hundred thousand schedules
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 #   make newest  the test suite with a newer torch than that of `make test`
+#   make test-frameworks  trainings by transformers, Lightning and others, killed and resumed; brings all of them
 #   make docs    docs/ as a site with search, the reference from docstrings, into build/site; warnings are errors
 #   make pyright the calls of tests/test_types.py as pyright, which editors use, judges them; brings Node
 #   make check-native  the native core by itself, under sanitizers, against what is plainly right; needs a C compiler
@@ -37,12 +38,13 @@ VENV := .venv
 BENCH := .venv-bench
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+FRAMEWORKS := .venv-frameworks
 DOCS := .venv-docs
 PYRIGHT := .venv-pyright
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-pure search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest docs pyright wheel clean
+.PHONY: help demo test test-fast test-pure test-frameworks search soak check check-native check-native-aarch64 fix bench bench-ranks oldest newest docs pyright wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,14p
@@ -58,6 +60,10 @@ test-fast: $(VENV)/$(STAMP)
 
 test-pure: $(VENV)/$(STAMP)
 	CAS_CKPT_NATIVE=0 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" $(PURE) $(ARGS)
+
+# Frameworks warn of one another and of torch: of warnings in cas_ckpt `make test` knows.
+test-frameworks: $(FRAMEWORKS)/$(STAMP)
+	$(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) --dist worksteal -W default tests/frameworks $(ARGS)
 
 search: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile=full $(SEARCHED) $(ARGS)
@@ -99,7 +105,7 @@ wheel: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) $(DOCS) $(PYRIGHT) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(OLDEST) $(NEWEST) $(FRAMEWORKS) $(DOCS) $(PYRIGHT) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The core and BLAKE3 without Python, compared with the plain way by tests/native/fuzz.c; ARGS: seconds.
 BLAKE3 := $(addprefix native/blake3/blake3,.c _dispatch.c _portable.c)
@@ -139,12 +145,17 @@ $(VENV)/$(STAMP): requirements-dev.txt requirements-build.txt $(BUILT_FROM)
 $(OLDEST)/$(STAMP): requirements-oldest.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
 
-# The list of the environment of `make test`, but for torch and what comes with it.
+# The list of the environment of `make test`, but for what a list of their own has pins of.
 $(NEWEST)/requirements.txt: requirements-newest.txt requirements-dev.txt
+$(FRAMEWORKS)/requirements.txt: requirements-frameworks.txt requirements-dev.txt
+$(NEWEST)/requirements.txt $(FRAMEWORKS)/requirements.txt:
 	mkdir -p $(@D)
-	{ cat $<; grep -vE '^(torch|triton)==' requirements-dev.txt; } > $@
+	awk -F== '!/^#/ && NF && !seen[$$1]++' $^ > $@
 
 $(NEWEST)/$(STAMP): $(NEWEST)/requirements.txt requirements-build.txt $(BUILT_FROM)
+	$(install)
+
+$(FRAMEWORKS)/$(STAMP): $(FRAMEWORKS)/requirements.txt requirements-build.txt $(BUILT_FROM)
 	$(install)
 
 $(DOCS)/$(STAMP): requirements-docs.txt

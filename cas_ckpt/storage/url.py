@@ -1,7 +1,7 @@
 """From a URL to the store that it names; and URLs of buckets, `scheme://bucket/prefix?setting=value`.
 
-Invariant: nothing but `SCHEMES` says which stores there are. What a URL must not hold (credentials) is refused without
-being repeated.
+Invariant: nothing but `SCHEMES`, and the entry points of installed packages, says which stores there are. What a URL
+must not hold (credentials) is refused without being repeated.
 Must not know: what is in the store; whether a repository is there; vendors, and which settings they have.
 """
 
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, unquote_to_bytes, urlencode, urlsplit
 
@@ -35,6 +36,9 @@ SECRET = re.compile(
 
 _PASSWORD = re.compile(r"(:/+[^\s:/@]*:)\S*@")
 _PARAMETER = re.compile(r"([?&][^\s=&#]+=)([^\s&#]*)")
+
+STORES = "cas_ckpt.stores"
+"""The group of entry points by which a package brings a store: the name is a scheme, the object opens its URLs."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}")
 
@@ -167,7 +171,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at `url`: a path, or a URL of one of `SCHEMES`. Nothing is created or read. A `~` is the home.
 
     Raises:
-        InvalidInputError: empty, malformed, or a scheme that this version has no store for.
+        InvalidInputError: empty, malformed, or a scheme that neither this version nor an installed package has a store
+            for.
     """
     if not isinstance(url, str | os.PathLike):
         raise InvalidInputError(f"a store is a path or a URL, found a {type(url).__name__}")
@@ -182,10 +187,31 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         except RuntimeError as error:
             raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
     scheme = _split(text).scheme
-    if scheme not in SCHEMES:
-        known = ", ".join(f"{each}://" for each in SCHEMES)
-        raise InvalidInputError(f"{without_secrets(text)}: no store for {scheme!r}; known are a path, {known}")
-    return SCHEMES[scheme](text)
+    return SCHEMES[scheme](text) if scheme in SCHEMES else _opener_of_package(scheme, without_secrets(text))(text)
+
+
+def _opener_of_package(scheme: str, shown: str) -> Callable[[str], Store]:
+    """What an installed package opens the URLs of `scheme` with; `shown` is the URL for messages.
+
+    Raises:
+        InvalidInputError: no package has that scheme, or several have, or it cannot be imported.
+    """
+    found = entry_points(group=STORES, name=scheme)
+    if not found:
+        known = ", ".join(f"{each}://" for each in (*SCHEMES, *sorted(entry_points(group=STORES).names)))
+        raise InvalidInputError(f"{shown}: no store for {scheme!r}; known are a path, {known}")
+    packages = sorted({each.dist.name if each.dist else "?" for each in found})
+    if len(packages) > 1:
+        raise InvalidInputError(
+            f"{shown}: the packages {' and '.join(packages)} have a store for {scheme!r}: leave one of them installed"
+        )
+    try:
+        opened: Callable[[str], Store] = next(iter(found)).load()
+    except (ImportError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{shown}: the store of the package {packages[0]} cannot be imported: {error}"
+        ) from error
+    return opened
 
 
 def reject_single_slash_url(text: str) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 import __future__
 
 import importlib
+import os
 import re
+import shutil
+import subprocess
 import sys
 import textwrap
 import zlib
@@ -24,7 +27,8 @@ from cas_ckpt.testing.store_suite import ConditionChecks
 from examples.toy_store import open_toy
 from tests.cli.running import call
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "adding.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "adding.md").read_text()
 
 
 def shown(path: str) -> str:
@@ -70,6 +74,37 @@ def test_the_store_keeps_conditions_and_holds_a_repository(toy: str) -> None:
         assert repo.load(first.id)["w"].tolist() == list(range(5000))
         assert repo.fsck(read_data=True).ok
     assert open_store(toy).url == toy
+
+
+@pytest.mark.slow
+def test_a_store_of_another_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    (pyproject,) = re.findall(r"^```toml\n# pyproject.toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (source / "pyproject.toml").write_text(pyproject)
+    shutil.copy(ROOT / "examples" / "toy_store.py", source)
+    pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", installed, source]
+    subprocess.run([sys.executable, "-m", *pip], check=True)
+    url = f"toy://{tmp_path}/values"
+
+    def cas_ckpt(*words: str, path: Path = installed) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cas_ckpt", *words]
+        place = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+        return subprocess.run(command, env=place, capture_output=True, text=True)
+
+    made = cas_ckpt("init", url)
+    assert made.returncode == 0, made.stderr
+    assert cas_ckpt("-C", url, "status").returncode == 0
+    refused = cas_ckpt("-C", url.replace("toy", "tin", 1), "status")
+    assert "no store for 'tin'; known are a path, file://" in refused.stderr and "gs://, toy://" in refused.stderr
+    assert "no store for 'toy'" in cas_ckpt("-C", url, "status", path=tmp_path).stderr  # not installed
+    second = installed / "another-1.0.dist-info"
+    shutil.copytree(next(installed.glob("cas_ckpt_toy-*.dist-info")), second)
+    (second / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    assert "the packages another and cas-ckpt-toy have a store for 'toy'" in cas_ckpt("-C", url, "status").stderr
+    shutil.rmtree(second)
+    (installed / "toy_store.py").write_text("import a_module_that_nobody_has")
+    assert "of the package cas-ckpt-toy cannot be imported: No module" in cas_ckpt("-C", url, "status").stderr
 
 
 def test_the_verb_goes_by_both_doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
