@@ -1,0 +1,12 @@
+"""Where trainers meet a repository: a module a framework, imported by those who use it and by nobody else.
+
+    hf.py      `CasCallback` for transformers.Trainer and what is built on it (TRL, PEFT); `CasTrainerMixin`
+
+1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
+2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.
+3. Commits and checkouts are collective: the hooks that call them run on all ranks.
+4. A save that fails is an error in the log `cas_ckpt` and training goes on, unless `on_save_error="raise"`; the commit
+   before it stays.
+
+Importing this package imports no framework.
+"""
