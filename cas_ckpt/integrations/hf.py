@@ -228,10 +228,16 @@ class CasCallback(TrainerCallback):
             raise StorageError(f"no folder to resume from could be made, by rank: {failed}") from error
 
     def _write_folder(self, repository: Repository, commit: str, folder: Path) -> None:
+        try:
+            stored = repository.load(commit, keys=["trainer", "rng"])
+        except NotFoundError as error:
+            raise InvalidInputError(f"{commit[:16]}, the newest of {self._branch}, is not of a CasCallback") from error
         _remove(folder.parent.glob(f"{FOLDER}*"))
         folder.mkdir(parents=True)
-        stored = repository.load(commit, keys=["trainer", "rng"])
         trainer = {**stored["trainer"], "log_history": json.loads(stored["trainer"]["log_history"])}
+        written = folder.parent / f"checkpoint-{trainer['global_step']}" / "trainer_state.json"
+        if written.exists() and _plain(TrainerState.load_from_json(str(written))) == stored["trainer"]:
+            _mark(written.parent, repository, commit)  # a process was killed between the commit and this
         trainer["best_model_checkpoint"] = self._best_folder(repository, trainer["best_global_step"])
         (folder / "trainer_state.json").write_text(json.dumps(trainer), encoding="utf-8")
         rng = stored["rng"]
@@ -262,7 +268,7 @@ class CasCallback(TrainerCallback):
             repository.export(best.id, folder, keys="model", adapter=adapter)
         else:
             repository.export(best.id, folder / "model.safetensors", keys="model")
-        _mark(folder, repository, best)
+        _mark(folder, repository, best.id)
         return str(folder)
 
     @property
@@ -285,7 +291,7 @@ class CasCallback(TrainerCallback):
             return
         folder = output / f"checkpoint-{state.global_step}"
         if folder.is_dir():
-            _mark(folder, repository, commit)
+            _mark(folder, repository, commit.id)
         for each in output.glob(f"checkpoint-*/{MARK}"):
             is_best = args.load_best_model_at_end and each.parent.name == f"checkpoint-{state.best_global_step}"
             kept = set(_matches(each.parent, WEIGHTS if is_best else ()))
@@ -330,7 +336,7 @@ def _plain(state: TrainerState) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(asdict(state)))
     history = [_timeless(entry) for entry in plain.pop("log_history")]
     kept = {name: value for name, value in plain.items() if name not in _OF_THE_PLACE}
-    return {**kept, "log_history": json.dumps(history)}
+    return {**kept, "log_history": json.dumps(history, sort_keys=True)}
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:
@@ -359,8 +365,8 @@ def _fill_in(module: Any, state_dict: dict[str, Any], *_: Any) -> None:
         state_dict.update(module.state_dict())
 
 
-def _mark(folder: Path, repository: Repository, commit: CommitInfo) -> None:
-    (folder / MARK).write_text(json.dumps({"repository": repository.url, "commit": commit.id}), encoding="utf-8")
+def _mark(folder: Path, repository: Repository, commit: str) -> None:
+    (folder / MARK).write_text(json.dumps({"repository": repository.url, "commit": commit}), encoding="utf-8")
 
 
 def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:

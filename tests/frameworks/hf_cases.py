@@ -1,19 +1,40 @@
-"""Trainings by transformers.Trainer that tests run, kill and resume: a tiny GPT-2 with dropout."""
+"""Trainings by transformers.Trainer that tests run, kill and resume: tiny models with dropout, so that random matters.
+
+Processes are forked from a server that has imported this module: see tests/processes.py.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging
 
+from cas_ckpt import CommitInfo
 from cas_ckpt.integrations.hf import CasCallback
+from tests import processes
 
-STEPS = 8
+if __name__ not in processes.IMPORTED:
+    processes.IMPORTED.append(__name__)
+logging.disable_progress_bar()
+
+STEPS = 8  # of six in an epoch
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
@@ -29,12 +50,27 @@ class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def tiny_model(seed: int = 1) -> Any:
+def gpt2(seed: int) -> Any:
+    """With tied embeddings and a dropout of 0.1."""
     torch.manual_seed(seed)
-    config = GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**small, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"))
+
+
+def llama_with_lora(seed: int) -> Any:
+    """The base is the same for each seed, the adapter is not."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=50,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )
     )  # fmt: skip
-    return GPT2LMHeadModel(config)  # its dropout is 0.1
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, lora_dropout=0.3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(base, config)
 
 
 def arguments(folder: Path, **changed: Any) -> Any:
@@ -46,12 +82,50 @@ def arguments(folder: Path, **changed: Any) -> Any:
     return TrainingArguments(**{**given, **changed})
 
 
-def trained(folder: Path, *callbacks: Any, seed: int = 1, cb: CasCallback | None = None, **changed: Any) -> CasCallback:
-    """Train to the end from where the repository in `folder` is; the callback that committed it."""
-    cb = cb or CasCallback(folder / "ckpts")
-    trainer = Trainer(
-        model=tiny_model(seed), args=arguments(folder, **changed), train_dataset=Sentences(), eval_dataset=Sentences(),
+def trainer_of(
+    folder: Path,
+    cb: CasCallback,
+    *callbacks: Any,
+    model: Callable[[int], Any] = gpt2,
+    seed: int = 1,
+    kind: type = Trainer,
+    **changed: Any,
+) -> Any:
+    return kind(
+        model=model(seed), args=arguments(folder, **changed), train_dataset=Sentences(), eval_dataset=Sentences(),
         callbacks=[*callbacks, cb],
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=cb.latest())
-    return cb
+
+
+def train(folder: Path, *callbacks: Any, **given: Any) -> list[CommitInfo]:
+    """Train to the end, from where the repository in `folder` is; all its commits, the newest first."""
+    cb = CasCallback(folder / "ckpts")
+    trainer_of(folder, cb, *callbacks, **given).train(resume_from_checkpoint=cb.latest())
+    assert cb.repository is not None
+    with cb.repository as repository:
+        return repository.log()
+
+
+class KillAt(TrainerCallback):
+    """SIGKILL after a step, before a save; or as the save of that step is about to touch a path with this in it."""
+
+    def __init__(self, step: int, path: str | None = None) -> None:
+        self.step, self.path, self.armed = step, path, False
+        if path is not None:
+            sys.addaudithook(self.on_event)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step and self.path is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.armed = state.global_step == self.step
+
+    def on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.armed and event in ("open", "os.link", "os.rename"):
+            if any(str(self.path) in str(arg) for arg in args):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(folder: Path, step: int, path: str | None, given: dict[str, Any]) -> None:
+    train(folder, KillAt(step, path), **given)

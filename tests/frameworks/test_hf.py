@@ -1,0 +1,294 @@
+"""transformers.Trainer with a `CasCallback`: what is killed goes on as if it had not been; nothing is kept twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from cas_ckpt import CommitInfo, InvalidInputError, PermissionDeniedError, Repository
+from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
+from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, train, train_until_killed, trainer_of
+from tests.processes import Forked
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # those of the frameworks
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[CommitInfo]:
+    return train(tmp_path_factory.mktemp("uninterrupted"))
+
+
+def kill(folder: Path, step: int, path: str | None = None, **given: Any) -> int | None:
+    """Train in a process until it is killed; the step of the newest commit."""
+    with Forked(train_until_killed, folder, step, path, given) as process:
+        process.wait(60)
+    assert process.returncode == -signal.SIGKILL
+    with Repository.open(folder / "ckpts") as repository:
+        newest = repository.latest()
+        return newest.step if newest else None
+
+
+def heavy_files(folder: Path) -> list[str]:
+    found = [path for pattern in HEAVY for path in folder.glob(f"checkpoint-*/{pattern}")]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+# ------------------------------------------------------------ resuming
+
+
+@pytest.mark.parametrize("step", [3, 5, 7])  # after 2, 4 and 6 steps were saved; the sixth is the end of an epoch
+def test_a_training_that_is_killed_between_saves_goes_on_exactly(
+    tmp_path: Path, uninterrupted: list[CommitInfo], step: int
+) -> None:
+    assert kill(tmp_path, step) == step - 1
+    commits = train(tmp_path, seed=9)  # of this model nothing remains
+    assert [each.root for each in commits] == [each.root for each in uninterrupted]
+    assert [each.step for each in commits] == [8, 6, 4, 2]
+
+
+@pytest.mark.parametrize("path", [".data", ".meta", "refs/heads"])  # before the pack, the commit and the ref are there
+def test_a_training_that_is_killed_inside_a_save_goes_on_exactly(
+    tmp_path: Path, uninterrupted: list[CommitInfo], path: str
+) -> None:
+    assert kill(tmp_path, 6, path) == 4
+    assert [each.root for each in train(tmp_path, seed=9)] == [each.root for each in uninterrupted]
+    assert heavy_files(tmp_path / "out") == []
+
+
+def test_what_a_kill_between_commit_and_removal_leaves_is_removed_by_the_next_save(
+    tmp_path: Path, uninterrupted: list[CommitInfo]
+) -> None:
+    assert kill(tmp_path, 6, "checkpoint-6/cas_ckpt.json") == 6
+    assert "checkpoint-6/optimizer.pt" in heavy_files(tmp_path / "out")
+    assert train(tmp_path, seed=9)[0].root == uninterrupted[0].root
+    assert heavy_files(tmp_path / "out") == []
+
+
+def test_accumulated_gradients_workers_and_a_cosine_schedule_resume_exactly(tmp_path: Path) -> None:
+    given = {
+        "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "adafactor",
+        "eval_strategy": "steps", "eval_steps": 1,
+    }  # fmt: skip
+    whole = train(tmp_path / "whole", **given)
+    assert kill(tmp_path, 5, **given) == 4
+    assert train(tmp_path, seed=9, **given)[0].root == whole[0].root
+
+
+def test_an_empty_repository_gives_nothing_to_resume(tmp_path: Path) -> None:
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb)
+    assert cb.latest() is None
+
+
+def test_a_resume_warns_of_nothing_and_its_folder_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, max_steps=2)
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, max_steps=3, seed=9)
+    first, folder = cb.latest(), cb.latest()
+    assert folder == first is not None and [each.name for each in (tmp_path / "out").glob("cas*")] == [
+        Path(folder).name
+    ]
+    assert sum(each.stat().st_size for each in Path(folder).iterdir()) < 20_000
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    trainer.train(resume_from_checkpoint=folder)
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert [each.message for each in caplog.records if each.levelno >= logging.WARNING] == []
+    assert not Path(folder).exists()
+
+
+def test_a_trainer_without_the_callback_warns_of_what_it_did_not_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, max_steps=2)
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb)
+    other = trainer_of(tmp_path, CasCallback(tmp_path / "elsewhere"), max_steps=2)
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    other.train(resume_from_checkpoint=cb.latest())
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "restored by cas_ckpt.integrations.hf.CasCallback" in caplog.text
+
+
+def test_another_branch_is_another_training(tmp_path: Path, uninterrupted: list[CommitInfo]) -> None:
+    with Repository.open(tmp_path / "ckpts", create=True) as repository:
+        for branch, steps in (("main", 4), ("retry", 2)):
+            cb = CasCallback(repository, branch=branch)
+            trainer_of(tmp_path, cb, max_steps=steps).train(resume_from_checkpoint=cb.latest())
+        assert [each.step for each in repository.log("main")] == [4, 2]
+        assert repository.log("retry", limit=1)[0].step == 2
+
+
+# ------------------------------------------------------------ files and failures
+
+
+def test_what_is_committed_is_removed_from_trainers_folders(tmp_path: Path) -> None:
+    commits = train(tmp_path)
+    out = tmp_path / "out"
+    assert heavy_files(out) == []
+    for commit in commits:
+        folder = out / f"checkpoint-{commit.step}"
+        assert json.loads((folder / "cas_ckpt.json").read_text())["commit"] == commit.id
+        assert TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step == commit.step
+    assert commits[0].metrics["loss"] > 0
+
+
+def test_files_are_kept_if_asked_for(tmp_path: Path) -> None:
+    cb = CasCallback(tmp_path / "ckpts", keep_files=True)
+    trainer_of(tmp_path, cb, max_steps=2).train()
+    assert heavy_files(tmp_path / "out") == [
+        f"checkpoint-2/{name}" for name in ("model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt")
+    ]
+
+
+class LightTrainer(CasTrainerMixin, Trainer):
+    """Its saves write no weights."""
+
+
+def test_with_the_mixin_no_weights_are_ever_written(tmp_path: Path, uninterrupted: list[CommitInfo]) -> None:
+    class Files(TrainerCallback):
+        seen: list[str] = []
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            self.seen += heavy_files(tmp_path / "out")
+
+    files = Files()
+    commits = train(tmp_path, files, kind=LightTrainer, save_only_model=True)
+    assert files.seen == [] and commits[0].root == uninterrupted[0].root
+    trainer = trainer_of(tmp_path, CasCallback(tmp_path / "ckpts"), kind=LightTrainer)
+    trainer.save_model(str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "model.safetensors").exists()
+
+
+def broken(cb: CasCallback) -> TrainerCallback:
+    """From step 4 on nothing can be committed."""
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                assert cb.repository is not None
+                cb.repository = Repository.open(cb.repository.url, read_only=True)
+
+    return Breaks()
+
+
+def test_a_save_that_fails_is_logged_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, broken(cb), max_steps=4)
+    assert trainer.train().global_step == 4
+    assert isinstance(cb.last_error, PermissionDeniedError) and cb.last_commit and cb.last_commit.step == 2
+    assert any(each.levelno == logging.ERROR and "step 4 was not committed" in each.message for each in caplog.records)
+    assert "checkpoint-4/model.safetensors" in heavy_files(tmp_path / "out")  # Trainer's own save is whole
+
+
+def test_a_save_that_fails_ends_the_training_if_asked_for(tmp_path: Path) -> None:
+    cb = CasCallback(tmp_path / "ckpts", on_save_error="raise")
+    with pytest.raises(PermissionDeniedError):
+        trainer_of(tmp_path, cb, broken(cb), max_steps=4).train()
+
+
+def test_misuse_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="no Trainer has this callback yet"):
+        CasCallback(tmp_path / "ckpts").latest()
+    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+        CasCallback(tmp_path / "ckpts", on_save_error="ignore")  # type: ignore[arg-type]
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb)
+    assert cb.repository is not None
+    cb.repository.commit({"x": 1})
+    with pytest.raises(InvalidInputError, match="is not of a CasCallback"):
+        cb.latest()
+
+
+# ------------------------------------------------------------ rotation and the best model
+
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}  # fmt: skip
+"""The highest loss is that of the first evaluation, so the best model is not the last one."""
+
+
+def test_save_total_limit_keeps_so_many_commits_and_the_best(tmp_path: Path) -> None:
+    given = {"save_total_limit": 1, **BEST}
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, **given)
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best == 2 and cb.repository is not None
+    with cb.repository as repository:
+        kept = [each.step for each in repository.log() if not each.forgotten]
+        assert kept == [STEPS, best]
+        assert repository.resolve("main-best") == repository.resolve(f"main@step:{best}")
+        weights = repository.load("main-best", keys="model")["model"]
+    assert all(torch.equal(weights[name], value) for name, value in trainer.model.state_dict().items())
+    # Trainer removes all folders but the best one's at the end.
+    assert heavy_files(tmp_path / "out") == [f"checkpoint-{best}/model.safetensors"]
+
+
+@pytest.mark.parametrize("model", [gpt2, llama_with_lora])
+def test_the_best_model_is_loaded_at_the_end_even_if_its_folder_was_lost(tmp_path: Path, model: Any) -> None:
+    given = {"model": model, "max_steps": 6, **BEST}
+    whole = trainer_of(tmp_path / "whole", CasCallback(tmp_path / "whole" / "ckpts"), **given)
+    whole.train()
+    assert whole.state.best_global_step == 2
+    assert kill(tmp_path, 5, **given) == 4
+    shutil.rmtree(tmp_path / "out")
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, seed=9, **given)
+    trainer.train(resume_from_checkpoint=cb.latest())
+    assert trainer.state.best_global_step == 2
+    ours = trainer.model.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in whole.model.state_dict().items())
+
+
+# ------------------------------------------------------------ PEFT, TRL, mixed precision
+
+
+def test_the_base_of_an_adapter_is_stored_once_and_adapters_resume_exactly(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", model=llama_with_lora)
+    first, *later = [each.stats for each in reversed(whole)]
+    base = 4 * sum(each.numel() for each in llama_with_lora(1).parameters() if not each.requires_grad)
+    assert first.new_bytes > base
+    assert all(each.new_bytes < base / 4 for each in later)
+    assert kill(tmp_path, 6, "refs/heads", model=llama_with_lora) == 4
+    assert train(tmp_path, model=llama_with_lora, seed=9)[0].root == whole[0].root
+    assert heavy_files(tmp_path / "out") == []
+
+
+def test_the_gradient_scaler_is_committed(tmp_path: Path) -> None:
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, max_steps=2)
+    trainer.train()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    live = {
+        "model": trainer.model, "lr_scheduler": trainer.lr_scheduler,
+        "optimizer": AcceleratedOptimizer(torch.optim.SGD(trainer.model.parameters()), scaler=scaler),
+    }  # fmt: skip
+    cb.on_save(trainer.args, trainer.state, trainer.control, **live)
+    assert cb.last_error is None and cb.repository is not None
+    assert cb.repository.load(keys="scaler")["scaler"]["scale"] == 8.0
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    assert (
+        os.system(  # noqa: S605
+            "python -c 'import sys, cas_ckpt, cas_ckpt.integrations; assert \"transformers\" not in sys.modules'"
+        )
+        == 0
+    )
