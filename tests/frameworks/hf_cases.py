@@ -77,7 +77,7 @@ def arguments(folder: Path, **changed: Any) -> Any:
     given: dict[str, Any] = {
         "output_dir": str(folder / "out"), "max_steps": STEPS, "save_steps": 2, "logging_steps": 1,
         "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "learning_rate": 1e-2, "seed": 5, "dataloader_pin_memory": False,
+        "learning_rate": 1e-2, "seed": 5, "dataloader_pin_memory": False, "ddp_find_unused_parameters": False,
     }  # fmt: skip
     return TrainingArguments(**{**given, **changed})
 
@@ -122,10 +122,21 @@ class KillAt(TrainerCallback):
         self.armed = state.global_step == self.step
 
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.armed and event in ("open", "os.link", "os.rename"):
-            if any(str(self.path) in str(arg) for arg in args):
-                os.kill(os.getpid(), signal.SIGKILL)
+        touches = self.armed and event in ("open", "os.link", "os.rename")
+        if touches and any(str(self.path) in str(arg) for arg in args):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_until_killed(folder: Path, step: int, path: str | None, given: dict[str, Any]) -> None:
     train(folder, KillAt(step, path), **given)
+
+
+# ------------------------------------------------------------ ranks
+
+
+def train_rank(folder: str, step: int | None, path: str | None, given: dict[str, Any]) -> list[CommitInfo]:
+    """A rank of a data-parallel training, as torchrun starts one; rank 0 is killed at `step`."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "2"})
+    killers = [KillAt(step, path)] if step is not None and rank == 0 else []
+    return train(Path(folder), *killers, **given)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from cas_ckpt import CommitInfo, InvalidInputError, PermissionDeniedError, Repos
 from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
 from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, train, train_until_killed, trainer_of
 from tests.processes import Forked
+from tests.ranks import Outcome, results, run_processes
 
 pytestmark = [
     pytest.mark.slow,
@@ -161,15 +163,14 @@ class LightTrainer(CasTrainerMixin, Trainer):
 
 
 def test_with_the_mixin_no_weights_are_ever_written(tmp_path: Path, uninterrupted: list[CommitInfo]) -> None:
+    seen: list[str] = []
+
     class Files(TrainerCallback):
-        seen: list[str] = []
-
         def on_save(self, *_: Any, **__: Any) -> None:
-            self.seen += heavy_files(tmp_path / "out")
+            seen.extend(heavy_files(tmp_path / "out"))
 
-    files = Files()
-    commits = train(tmp_path, files, kind=LightTrainer, save_only_model=True)
-    assert files.seen == [] and commits[0].root == uninterrupted[0].root
+    commits = train(tmp_path, Files(), kind=LightTrainer, save_only_model=True)
+    assert seen == [] and commits[0].root == uninterrupted[0].root
     trainer = trainer_of(tmp_path, CasCallback(tmp_path / "ckpts"), kind=LightTrainer)
     trainer.save_model(str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "model.safetensors").exists()
@@ -286,9 +287,40 @@ def test_the_gradient_scaler_is_committed(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_framework() -> None:
-    assert (
-        os.system(  # noqa: S605
-            "python -c 'import sys, cas_ckpt, cas_ckpt.integrations; assert \"transformers\" not in sys.modules'"
-        )
-        == 0
-    )
+    program = "import sys, cas_ckpt, cas_ckpt.integrations; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+# ------------------------------------------------------------ ranks
+
+
+def ranks(folder: Path, step: int | None = None, path: str | None = None, **given: Any) -> list[Outcome]:
+    case = "tests.frameworks.hf_cases:train_rank"
+    return run_processes(2, case, str(folder), step, path, given, hanging=() if step is None else (1,))
+
+
+@pytest.mark.parametrize(("step", "path"), [(5, None), (6, "refs/heads")])
+def test_two_ranks_of_which_one_is_killed_go_on_exactly(
+    tmp_path: Path, ranks_uninterrupted: list[CommitInfo], step: int, path: str | None
+) -> None:
+    assert ranks(tmp_path, step, path)[0].exit_code == -signal.SIGKILL
+    with Repository.open(tmp_path / "ckpts", group=None) as repository:
+        assert [each.step for each in repository.log()] == [4, 2]
+    first, second = results(ranks(tmp_path, seed=9))
+    assert first == second
+    assert [each.root for each in first] == [each.root for each in ranks_uninterrupted]
+    assert heavy_files(tmp_path / "out") == []
+
+
+def test_one_process_goes_on_with_what_two_ranks_committed(
+    tmp_path: Path, ranks_uninterrupted: list[CommitInfo], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ranks_uninterrupted[0].step == STEPS
+    results(ranks(tmp_path, max_steps=4))
+    assert [each.step for each in train(tmp_path, seed=9)] == [8, 6, 4, 2]
+
+
+@pytest.fixture(scope="module")
+def ranks_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[CommitInfo]:
+    commits: list[CommitInfo] = results(ranks(tmp_path_factory.mktemp("ranks")))[0]
+    return commits
