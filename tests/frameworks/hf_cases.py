@@ -73,6 +73,29 @@ def llama_with_lora(seed: int) -> Any:
     return get_peft_model(base, config)
 
 
+def sft_trainer(folder: Path, cb: CasCallback, *callbacks: Any, seed: int = 1) -> Any:
+    """TRL's SFTTrainer, which makes the adapter itself."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(50)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    config = {**arguments(folder).to_dict(), "max_length": 8, "bf16": False, "activation_checkpointing": False}
+    known = {name: value for name, value in config.items() if name in SFTConfig.__dataclass_fields__}
+    torch.manual_seed(seed)
+    return SFTTrainer(
+        model=gpt2(1), args=SFTConfig(**known), callbacks=[*callbacks, cb],
+        train_dataset=Dataset.from_dict({"text": [" ".join(f"w{n * n % 47}" for n in range(9))] * 24}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w49", eos_token="w1"),
+        peft_config=LoraConfig(r=2, lora_dropout=0.3, target_modules=["c_attn"], init_lora_weights=False),
+    )  # fmt: skip
+
+
 def arguments(folder: Path, **changed: Any) -> Any:
     given: dict[str, Any] = {
         "output_dir": str(folder / "out"), "max_steps": STEPS, "save_steps": 2, "logging_steps": 1,
@@ -97,10 +120,10 @@ def trainer_of(
     )  # fmt: skip
 
 
-def train(folder: Path, *callbacks: Any, **given: Any) -> list[CommitInfo]:
+def train(folder: Path, *callbacks: Any, make: Callable[..., Any] = trainer_of, **given: Any) -> list[CommitInfo]:
     """Train to the end, from where the repository in `folder` is; all its commits, the newest first."""
     cb = CasCallback(folder / "ckpts")
-    trainer_of(folder, cb, *callbacks, **given).train(resume_from_checkpoint=cb.latest())
+    make(folder, cb, *callbacks, **given).train(resume_from_checkpoint=cb.latest())
     assert cb.repository is not None
     with cb.repository as repository:
         return repository.log()

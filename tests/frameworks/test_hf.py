@@ -19,9 +19,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from cas_ckpt import CommitInfo, InvalidInputError, PermissionDeniedError, Repository
+from cas_ckpt import CommitInfo, InvalidInputError, PermissionDeniedError, Repository, StorageError
 from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
-from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, train, train_until_killed, trainer_of
+from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, sft_trainer, train, train_until_killed, trainer_of
 from tests.processes import Forked
 from tests.ranks import Outcome, results, run_processes
 
@@ -127,6 +127,18 @@ def test_a_trainer_without_the_callback_warns_of_what_it_did_not_load(
     assert "restored by cas_ckpt.integrations.hf.CasCallback" in caplog.text
 
 
+def test_the_history_of_logs_goes_on_where_logs_and_saves_do_not_meet(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"logging_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    whole = train(tmp_path / "whole", **given)
+    assert kill(tmp_path, 7, **given) == 6
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, **given)
+    trainer.train(resume_from_checkpoint=cb.latest())
+    *logged, _ = [(entry["step"], "eval_runtime" in entry) for entry in trainer.state.log_history]
+    assert logged == [(3, True), (4, False), (6, True), (8, False), (8, True)]  # but for a summary at the end
+    assert cb.last_commit is not None and cb.last_commit.root == whole[0].root
+
+
 def test_another_branch_is_another_training(tmp_path: Path, uninterrupted: list[CommitInfo]) -> None:
     with Repository.open(tmp_path / "ckpts", create=True) as repository:
         for branch, steps in (("main", 4), ("retry", 2)):
@@ -203,6 +215,16 @@ def test_a_save_that_fails_ends_the_training_if_asked_for(tmp_path: Path) -> Non
         trainer_of(tmp_path, cb, broken(cb), max_steps=4).train()
 
 
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=2)
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb)
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").touch()
+    with pytest.raises(StorageError, match="no folder to resume from"):
+        cb.latest()
+
+
 def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no Trainer has this callback yet"):
         CasCallback(tmp_path / "ckpts").latest()
@@ -270,6 +292,13 @@ def test_the_base_of_an_adapter_is_stored_once_and_adapters_resume_exactly(tmp_p
     assert kill(tmp_path, 6, "refs/heads", model=llama_with_lora) == 4
     assert train(tmp_path, model=llama_with_lora, seed=9)[0].root == whole[0].root
     assert heavy_files(tmp_path / "out") == []
+
+
+def test_trainers_of_trl_resume_exactly(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", make=sft_trainer)
+    assert whole[0].metrics["num_tokens"] > 0
+    assert kill(tmp_path, 5, make=sft_trainer) == 4
+    assert [each.root for each in train(tmp_path, make=sft_trainer, seed=9)] == [each.root for each in whole]
 
 
 def test_the_gradient_scaler_is_committed(tmp_path: Path) -> None:
