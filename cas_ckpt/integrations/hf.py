@@ -28,13 +28,16 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -43,7 +46,6 @@ from cas_ckpt import (
     CommitInfo,
     InvalidInputError,
     NotFoundError,
-    Policy,
     Repository,
     RNGState,
     StateDict,
@@ -64,7 +66,7 @@ HEAVY = (
 MARK = "cas_ckpt.json"
 """A file in each of Trainer's folders whose weights were removed: which commit of which repository has them."""
 
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "adapter_model.*")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*")
 
 STUB = "restored by cas_ckpt.integrations.hf.CasCallback when training begins"
 """The one tensor of the file in place of weights. Trainer names it in a warning where the callback is missing."""
@@ -91,6 +93,7 @@ class CasCallback(TrainerCallback):
         branch: str | None = None,
         on_save_error: Literal["warn", "raise"] = "warn",
         keep_files: bool = False,
+        frozen: str | Sequence[str] | None = "requires_grad",
     ) -> None:
         """Prepare; the repository is opened, or made, when the Trainer is made.
 
@@ -100,6 +103,8 @@ class CasCallback(TrainerCallback):
             on_save_error: "warn": what a save fails of is logged as an error, training goes on, and Trainer's own
                 folder of that step stays whole. "raise": it ends the training. The same on all ranks.
             keep_files: Leave everything in Trainer's own folders.
+            frozen: What does not change, see `Repository.commit`: the base of an adapter is stored once. None, if
+                parameters that require no gradient do change (adapters that are merged into the base on the way).
         Raises:
             InvalidInputError: another word for `on_save_error`.
         """
@@ -112,11 +117,13 @@ class CasCallback(TrainerCallback):
         self._branch = branch
         self._raise = on_save_error == "raise"
         self._keep_files = keep_files
+        self._frozen = frozen
         self._args: TrainingArguments | None = None
         self._model: Any = None
-        self._resumed: tuple[str, int | None] | None = None
+        self._resumed: CommitInfo | None = None
         self._filling: Any = None
-        self._num_logged = 0
+        self._is_fsdp = False
+        self._num_saves = self._num_logged = 0
 
     def latest(self) -> str | None:
         """A folder for `train(resume_from_checkpoint=...)` that resumes the newest commit; None: there is no commit.
@@ -129,14 +136,13 @@ class CasCallback(TrainerCallback):
             StorageError: the folder cannot be written.
         """
         args, repository = self._ready()
-        newest = repository.latest(self._branch)
-        self._resumed = broadcast_object_list([newest and (newest.id, newest.step)])[0]  # what rank 0 sees
-        if self._resumed is None:
+        commit: CommitInfo | None = broadcast_object_list([repository.latest(self._branch)])[0]  # what rank 0 sees
+        self._resumed = commit
+        if commit is None:
             return None
-        commit = self._resumed[0]
-        folder = Path(args.output_dir) / f"{FOLDER}{commit[:16]}"
+        folder = Path(args.output_dir) / f"{FOLDER}{commit.short_id}"
         self._on_writers(lambda: self._write_folder(repository, commit, folder))
-        if self._filling is None:
+        if self._filling is None and not self._is_fsdp:
             self._filling = self._model.register_load_state_dict_pre_hook(_fill_in)
         return str(folder)
 
@@ -148,10 +154,13 @@ class CasCallback(TrainerCallback):
         """Open the repository, which all ranks do together.
 
         Raises:
-            InvalidInputError: the Trainer uses DeepSpeed, whose state only DeepSpeed saves.
+            InvalidInputError: the Trainer uses DeepSpeed, whose state only DeepSpeed saves; or FSDP with PEFT, which
+                Trainer resumes by files of its own alone.
         """
-        if getattr(args, "deepspeed", None):
-            raise InvalidInputError("CasCallback cannot save what DeepSpeed holds: use FSDP, or Trainer's own folders")
+        kind = AcceleratorState().distributed_type
+        self._is_fsdp = kind == DistributedType.FSDP
+        if kind == DistributedType.DEEPSPEED or (self._is_fsdp and hasattr(model, "peft_config")):
+            raise InvalidInputError(f"CasCallback cannot resume {kind.value} with such a model: use Trainer's folders")
         self._args, self._model = args, model
         if self.repository is None and self._path is not None:
             self.repository = Repository.open(self._path, create=True)
@@ -169,11 +178,10 @@ class CasCallback(TrainerCallback):
         _, repository = self._ready()
         if state.is_hyper_param_search:
             raise InvalidInputError("CasCallback cannot tell the trials of a hyperparameter search apart")
-        self._num_logged = 0
-        if self._resumed is None or state.global_step != self._resumed[1]:
-            return
-        repository.checkout(self._resumed[0], into={**_live_objects(**live), "trainer": StateDict()})
-        self._num_logged = len(state.log_history)
+        self._num_saves = self._num_logged = 0
+        if self._resumed is not None and self._resumed.step == state.global_step:
+            repository.checkout(self._resumed, into={**_live_objects(**live), "trainer": StateDict()})
+            self._num_saves, self._num_logged = self._resumed.meta["save"] + 1, len(state.log_history)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **live: Any) -> None:
         """Commit; then remove from Trainer's folder what the commit holds.
@@ -183,22 +191,22 @@ class CasCallback(TrainerCallback):
         """
         _, repository = self._ready()
         # Other ranks than 0 have not all of it, and what they log need not be the same.
-        trainer, metrics, meta = broadcast_object_list([_plain(state), _metrics(state), self._logged_since(state)])
+        logged = json.loads(json.dumps(state.log_history[self._num_logged :]))
+        meta = {"save": self._num_saves, "log": logged}
+        trainer, metrics, meta = broadcast_object_list([_plain(state), _metrics(state), meta])
         self.last_error = None
         try:
             self.last_commit = repository.commit(
                 {**_live_objects(**live), "trainer": trainer}, step=state.global_step, metrics=metrics, meta=meta,
-                branch=self._branch, frozen="requires_grad",
+                branch=self._branch, frozen=self._frozen,
             )  # fmt: skip
         except CkptError as error:
             self.last_error = error
             if self._raise:
                 raise
-            _LOGGER.error(  # noqa: TRY400 - the trace of a collective call says less than its words
-                "step %d was not committed, training goes on: %s", state.global_step, error
-            )
+            _LOGGER.error("step %d was not committed, training goes on: %s", state.global_step, error)  # noqa: TRY400
             return
-        self._num_logged = meta["log_from"] + len(meta["log"])
+        self._num_saves, self._num_logged = self._num_saves + 1, len(state.log_history)
         try:
             self._tidy(args, state, repository, self.last_commit)
         except (CkptError, OSError) as error:  # on one rank alone, so it cannot end the training of all
@@ -217,45 +225,44 @@ class CasCallback(TrainerCallback):
             raise InvalidInputError("no Trainer has this callback yet: make it first, with callbacks=[callback]")
         return self._args, self.repository
 
-    def _logged_since(self, state: TrainerState) -> dict[str, Any]:
-        entries = json.loads(json.dumps(state.log_history[self._num_logged :]))
-        return {"log_from": self._num_logged, "log": entries}
-
     def _on_writers(self, write: Callable[[], None]) -> None:
         """Call `write` on the ranks that write Trainer's files; all raise if one fails."""
         args, _ = self._ready()
         error: Exception | None = None
-        if args.should_save:
-            try:
+        try:
+            if args.should_save:
                 write()
-            except (CkptError, OSError) as caught:
-                error = caught
+        except (CkptError, OSError) as caught:
+            error = caught
         failed = {rank: each for rank, each in enumerate(gather_object([error and str(error)])) if each}
         if isinstance(error, CkptError):
             raise error
         if failed:
             raise StorageError(f"no folder to resume from could be made, by rank: {failed}") from error
 
-    def _write_folder(self, repository: Repository, commit: str, folder: Path) -> None:
-        try:
-            stored = repository.load(commit, keys=["trainer", "rng"])
-        except NotFoundError as error:
-            raise InvalidInputError(f"{commit[:16]}, the newest of {self._branch}, is not of a CasCallback") from error
+    def _write_folder(self, repository: Repository, commit: CommitInfo, folder: Path) -> None:
+        if not _is_ours(commit):
+            raise InvalidInputError(f"{commit.short_id}, the newest of {self._branch}, is not of a CasCallback")
+        stored = repository.load(commit, keys=["trainer", "rng"])
         _remove(folder.parent.glob(f"{FOLDER}*"))
         folder.mkdir(parents=True)
-        trainer = {**stored["trainer"], "log_history": _history(repository, commit)}
+        history = [entry for each in reversed(_saves(repository, commit)) for entry in each.meta["log"]]
+        trainer = {**stored["trainer"], "log_history": history}
         written = folder.parent / f"checkpoint-{trainer['global_step']}" / "trainer_state.json"
         if written.exists() and _plain(TrainerState.load_from_json(str(written))) == stored["trainer"]:
             _mark(written.parent, repository, commit)  # a process was killed between the commit and this
         trainer["best_model_checkpoint"] = self._best_folder(repository, trainer["best_global_step"])
         (folder / "trainer_state.json").write_text(json.dumps(trainer), encoding="utf-8")
-        rng = stored["rng"]
-        if "torch" in rng:
-            torch.save(_rng_of_trainer(rng, all_devices=False), folder / "rng_state.pth")
-        else:
-            for rank, each in rng.items():
-                torch.save(_rng_of_trainer(each, all_devices=True), folder / f"rng_state_{rank}.pth")
-        save_file({STUB: torch.zeros(1)}, folder / "model.safetensors")
+        alone = "torch" in stored["rng"]
+        for rank, rng in {"": stored["rng"]}.items() if alone else stored["rng"].items():
+            name = "rng_state.pth" if alone else f"rng_state_{rank}.pth"
+            torch.save(_rng_of_trainer(rng, all_devices=not alone), folder / name)
+        # FSDP would read a folder of its own; what it loads from shards that an index names, it loads as others do.
+        stub = "shards.safetensors" if self._is_fsdp else "model.safetensors"
+        save_file({STUB: torch.zeros(1)}, folder / stub)
+        if self._is_fsdp:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(self._model.state_dict(), stub)}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
     def _best_folder(self, repository: Repository, step: int | None) -> str | None:
         """Trainer's folder of the best step, if it is there, or can be made again from the commit that was tagged."""
@@ -264,33 +271,33 @@ class CasCallback(TrainerCallback):
         if step is None or not args.load_best_model_at_end or any(_matches(folder, WEIGHTS)):
             return str(folder) if folder.is_dir() else None
         try:
-            best = repository.log(self._best_tag, limit=1)[0]
+            best = repository.log(f"{self._branch}-best", limit=1)[0]
         except NotFoundError:
             return None
-        if best.step != step:  # the save of that step failed, and its folder is gone
+        if best.step != step or self._is_fsdp:  # the save of that step failed; or FSDP wants a folder of its own
+            _LOGGER.warning("the best model, of step %d, is not there any more", step)
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        adapters = getattr(self._model, "peft_config", None)
-        if adapters:
+        if hasattr(self._model, "peft_config"):
             adapter = self._model.active_adapters[0]
-            adapters[adapter].save_pretrained(str(folder))
-            repository.export(best.id, folder, keys="model", adapter=adapter)
+            self._model.peft_config[adapter].save_pretrained(str(folder))
+            repository.export(best, folder, keys="model", adapter=adapter)
         else:
-            repository.export(best.id, folder / "model.safetensors", keys="model")
-        _mark(folder, repository, best.id)
+            repository.export(best, folder / "model.safetensors", keys="model")
+        _mark(folder, repository, best)
         return str(folder)
-
-    @property
-    def _best_tag(self) -> str:
-        return f"{self._branch}-best"
 
     def _tidy(self, args: TrainingArguments, state: TrainerState, repository: Repository, commit: CommitInfo) -> None:
         """What follows a commit: refs and retention, by one rank; and files, by the ranks that write them."""
         if args.process_index == 0:
             if state.best_global_step == state.global_step:
-                repository.tag(self._best_tag, commit, force=True)
+                repository.tag(f"{self._branch}-best", commit, force=True)
             if args.save_total_limit and args.save_total_limit > 0:
-                repository.forget(Policy(keep_last=args.save_total_limit), branches=self._branch or (), gc=True)
+                old = [each for each in _saves(repository, commit)[args.save_total_limit :] if not each.forgotten]
+                for each in old:
+                    with suppress(InvalidInputError):  # a branch or a tag names it
+                        repository.forget(revisions=each.id)
+                repository.gc()
         if not args.should_save:
             return
         output = Path(args.output_dir)
@@ -298,13 +305,11 @@ class CasCallback(TrainerCallback):
             _remove(output.glob(f"{FOLDER}*"))
         if self._keep_files or args.push_to_hub:  # an upload to the hub may be reading them
             return
-        folder = output / f"checkpoint-{state.global_step}"
-        if folder.is_dir():
-            _mark(folder, repository, commit.id)
-        for each in output.glob(f"checkpoint-*/{MARK}"):
-            is_best = args.load_best_model_at_end and each.parent.name == f"checkpoint-{state.best_global_step}"
-            kept = set(_matches(each.parent, WEIGHTS if is_best else ()))
-            _remove(path for path in _matches(each.parent, HEAVY) if path not in kept)
+        _mark(output / f"checkpoint-{state.global_step}", repository, commit)
+        for folder in [mark.parent for mark in output.glob(f"checkpoint-*/{MARK}")]:
+            is_best = args.load_best_model_at_end and folder.name == f"checkpoint-{state.best_global_step}"
+            kept = _matches(folder, WEIGHTS if is_best else ())
+            _remove(path for path in _matches(folder, HEAVY) if path not in kept)
 
 
 class CasTrainerMixin:
@@ -338,7 +343,7 @@ def _live_objects(*, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) ->
 
 
 def _plain(state: TrainerState) -> dict[str, Any]:
-    """The trainer's state as plain values, without its place and without its history: see `_history`."""
+    """The trainer's state as plain values, without its place and without its history: see `_saves`."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(state)))
     return {name: value for name, value in plain.items() if name not in NOT_OF_THE_STATE}
 
@@ -352,20 +357,19 @@ def _metrics(state: TrainerState) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _history(repository: Repository, commit: str) -> list[dict[str, Any]]:
-    """The log_history of a commit, put together: each commit has what was logged since the one before.
+def _is_ours(commit: CommitInfo) -> bool:
+    return isinstance(commit.meta, dict) and {"save", "log"} <= commit.meta.keys()
 
-    Commits have it as `meta`, outside of the root, as it tells times, and counts that some trainers begin anew when
-    they resume; and in parts, as the whole of 10,000 entries would take each commit a second.
+
+def _saves(repository: Repository, last: CommitInfo) -> list[CommitInfo]:
+    """The commits of one training up to `last`, the youngest first; each has as `meta` what was logged since another.
+
+    It is outside of the root, as it tells times, and counts that some trainers begin anew when they resume; and in
+    parts, as the whole of 10,000 entries would take each commit a second.
     """
-    parts: list[list[dict[str, Any]]] = []
-    for each in repository.log(commit, first_parent=True):
-        if not isinstance(each.meta, dict) or "log_from" not in each.meta:
-            break
-        parts.append(each.meta["log"])
-        if each.meta["log_from"] == 0:
-            break
-    return [entry for part in reversed(parts) for entry in part]
+    line = [*takewhile(_is_ours, repository.log(last, first_parent=True))]
+    begun = next((number for number, each in enumerate(line) if each.meta["save"] == 0), len(line))
+    return line[: begun + 1]
 
 
 def _rng_of_trainer(stored: Mapping[str, Any], *, all_devices: bool) -> dict[str, Any]:
@@ -381,8 +385,8 @@ def _fill_in(module: Any, state_dict: dict[str, Any], *_: Any) -> None:
         state_dict.update(module.state_dict())
 
 
-def _mark(folder: Path, repository: Repository, commit: str) -> None:
-    (folder / MARK).write_text(json.dumps({"repository": repository.url, "commit": commit}), encoding="utf-8")
+def _mark(folder: Path, repository: Repository, commit: CommitInfo) -> None:
+    (folder / MARK).write_text(json.dumps({"repository": repository.url, "commit": commit.id}), encoding="utf-8")
 
 
 def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -15,6 +15,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -162,4 +164,31 @@ def train_rank(folder: str, step: int | None, path: str | None, given: dict[str,
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "2"})
     killers = [KillAt(step, path)] if step is not None and rank == 0 else []
-    return train(Path(folder), *killers, **given)
+    checks = [ChecksShards()] if given.get("kind") is ShardingTrainer else []
+    return train(Path(folder), *killers, *checks, **given)
+
+
+class ShardingTrainer(Trainer):
+    """FSDP2 over ranks of a CPU. Accelerate decides for FSDP on accelerators only; all that follows works here, too."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"],
+            reshard_after_forward=True, cpu_offload=False,
+        )  # fmt: skip
+        self.is_fsdp_enabled = True
+
+
+class ChecksShards(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        assert all(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
+
+
+def train_sharded_rank(folder: str, step: int | None, path: str | None, given: dict[str, Any]) -> list[CommitInfo]:
+    """As `train_rank`, with parameters and optimizer divided over the ranks."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    os.environ["FSDP_VERSION"] = "2"
+    return train_rank(folder, step, path, {**given, "kind": ShardingTrainer})

@@ -264,6 +264,24 @@ def test_save_total_limit_keeps_so_many_commits_and_the_best(tmp_path: Path) -> 
     assert heavy_files(tmp_path / "out") == [f"checkpoint-{best}/model.safetensors"]
 
 
+def test_rotation_spares_what_the_training_did_not_commit(tmp_path: Path) -> None:
+    given = {"save_steps": 1, "save_total_limit": 1, "max_steps": 3}
+    with Repository.open(tmp_path / "ckpts", create=True) as repository:
+        others = [repository.commit({"x": number}).id for number in range(3)]
+        before = trainer_of(tmp_path / "before", CasCallback(repository), **given)
+        before.train()
+        cb = CasCallback(repository)
+        trainer_of(tmp_path, cb, **given).train()
+        repository.tag("mine", cb.last_commit or "")
+        again = CasCallback(repository)
+        longer = trainer_of(tmp_path, again, **{**given, "max_steps": 5})
+        longer.train(resume_from_checkpoint=again.latest())
+        assert [entry["step"] for entry in longer.state.log_history] == [1, 2, 3, 4, 5, 5]
+        kept = [each for each in repository.log() if not each.forgotten]
+        assert [each.step for each in kept] == [5, 3, 3, None, None, None]  # the tag keeps one
+        assert [each.id for each in kept[3:]] == others[::-1]
+
+
 @pytest.mark.parametrize("model", [gpt2, llama_with_lora])
 def test_the_best_model_is_loaded_at_the_end_even_if_its_folder_was_lost(tmp_path: Path, model: Any) -> None:
     given = {"model": model, "max_steps": 6, **BEST}
@@ -323,8 +341,10 @@ def test_importing_the_package_imports_no_framework() -> None:
 # ------------------------------------------------------------ ranks
 
 
-def ranks(folder: Path, step: int | None = None, path: str | None = None, **given: Any) -> list[Outcome]:
-    case = "tests.frameworks.hf_cases:train_rank"
+def ranks(
+    folder: Path, step: int | None = None, path: str | None = None, *, case: str = "train_rank", **given: Any
+) -> list[Outcome]:
+    case = f"tests.frameworks.hf_cases:{case}"
     return run_processes(2, case, str(folder), step, path, given, hanging=() if step is None else (1,))
 
 
@@ -347,6 +367,16 @@ def test_one_process_goes_on_with_what_two_ranks_committed(
     assert ranks_uninterrupted[0].step == STEPS
     results(ranks(tmp_path, max_steps=4))
     assert [each.step for each in train(tmp_path, seed=9)] == [8, 6, 4, 2]
+
+
+def test_shards_of_fsdp_resume_exactly_and_have_the_roots_of_data_parallel_ranks(
+    tmp_path: Path, ranks_uninterrupted: list[CommitInfo]
+) -> None:
+    case = "train_sharded_rank"
+    assert ranks(tmp_path, 6, "refs/heads", case=case)[0].exit_code == -signal.SIGKILL
+    commits = results(ranks(tmp_path, seed=9, case=case))[0]
+    assert [each.root for each in commits] == [each.root for each in ranks_uninterrupted]
+    assert heavy_files(tmp_path / "out") == []
 
 
 @pytest.fixture(scope="module")
