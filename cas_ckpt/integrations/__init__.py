@@ -1,6 +1,7 @@
 """Where trainers meet a repository: a module a framework, imported by those who use it and by nobody else.
 
-    hf.py      `CasCallback` for transformers.Trainer and what is built on it (TRL, PEFT); `CasTrainerMixin`
+    hf.py            `CasCallback` for transformers.Trainer and what is built on it (TRL, PEFT); `CasTrainerMixin`
+    accelerate.py    `state`, what a loop of one's own commits; `commit_saves` for save_state and load_state
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.

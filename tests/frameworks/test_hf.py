@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from cas_ckpt import CommitInfo, InvalidInputError, PermissionDeniedError, Repository, StorageError
 from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
 from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, sft_trainer, train, train_until_killed, trainer_of
+from tests.frameworks.programs import roots_of
 from tests.processes import Forked
 from tests.ranks import Outcome, results, run_processes
 
@@ -331,6 +332,11 @@ def test_the_gradient_scaler_is_committed(tmp_path: Path) -> None:
     cb.on_save(trainer.args, trainer.state, trainer.control, **live)
     assert cb.last_error is None and cb.repository is not None
     assert cb.repository.load(keys="scaler")["scaler"]["scale"] == 8.0
+
+
+def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
+    whole = roots_of("integrations-hf.md", tmp_path / "whole")
+    assert len(whole) == 4 and roots_of("integrations-hf.md", tmp_path / "killed", kill_at=4) == whole
 
 
 def test_importing_the_package_imports_no_framework() -> None:

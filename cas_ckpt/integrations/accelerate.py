@@ -1,0 +1,181 @@
+"""Accelerate: what a loop of one's own commits, and `save_state` without weights in its folder.
+
+    live = state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler)  # after prepare
+    if repo.latest():
+        repo.checkout("main", into=live)
+    ...
+    repo.commit(live, step=step)
+
+`state` is all that a commit needs: what `prepare` gave, unwrapped; the gradient scaler, random states by rank, and how
+many micro-batches were accumulated. It goes for one process, data parallel ranks and FSDP.
+
+`commit_saves` is for programs that call `save_state` and `load_state`: weights become a commit and leave the folder.
+Accelerate has no public hook for the rest: optimizers, schedulers and random states stay in its folder, pickled.
+
+Invariant: weights leave a save only if the commit that has them is durable. Must not know Accelerate's private names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch.utils.data import DataLoader
+
+from cas_ckpt import CkptError, CommitInfo, InvalidInputError, PerRank, Repository, RNGState
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+POINTER = "cas_ckpt.json"
+"""A file in Accelerate's folder: which commit has the weights."""
+
+
+def state(accelerator: Accelerator, **objects: Any) -> dict[str, Any]:
+    """What to commit of a training, and to check out into, by name; after `accelerator.prepare`.
+
+    A checkout restores random states last. A data loader that is advanced to its place afterwards draws numbers:
+    restore them again after that, as docs/integrations.md shows.
+
+    Args:
+        accelerator: Its gradient scaler and its count of accumulated micro-batches are added, and random states.
+        objects: What `prepare` returned, by names of yours: models, optimizers, schedulers, data loaders that have a
+            state (`use_stateful_dataloader`); and anything else that a commit takes.
+    Raises:
+        InvalidInputError: a data loader without a state, or a name that is taken.
+    """
+    own: dict[str, Any] = {"accelerator": _Progress(accelerator), "rng": RNGState()}
+    if accelerator.scaler is not None:
+        own["scaler"] = accelerator.scaler
+    taken = own.keys() & objects.keys()
+    if taken:
+        raise InvalidInputError(f"state adds {sorted(taken)} itself: call yours another name")
+    return {**{name: _unwrapped(name, each) for name, each in objects.items()}, **own}
+
+
+class _Progress:
+    """The one number that an Accelerator counts for itself."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        self._accelerator.step = state_dict["step"]
+
+
+def _unwrapped(name: str, value: Any) -> Any:
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    if isinstance(value, AcceleratedScheduler):
+        return value.scheduler
+    if isinstance(value, DataLoader) or hasattr(value, "base_dataloader"):
+        if not getattr(value, "use_stateful_dataloader", hasattr(value, "state_dict")):
+            raise InvalidInputError(
+                f"{name} is a data loader without a state: give DataLoaderConfiguration(use_stateful_dataloader=True) "
+                "to the Accelerator, or leave it out and use skip_first_batches"
+            )
+        return PerRank(value)
+    return value
+
+
+class SaveHooks:
+    """What `commit_saves` has registered.
+
+    Attributes:
+        last_commit: The commit of the last save that succeeded, or None.
+        last_error: What the last save failed of; None if it did not.
+    """
+
+    def __init__(self, accelerator: Accelerator, repository: Repository, branch: str | None, *, fails: bool) -> None:
+        """Register both hooks."""
+        self.last_commit: CommitInfo | None = None
+        self.last_error: CkptError | None = None
+        self._accelerator = accelerator
+        self._repository = repository
+        self._branch = branch or repository.default_branch
+        self._fails = fails
+        self._handles = [
+            accelerator.register_save_state_pre_hook(self._save),
+            accelerator.register_load_state_pre_hook(self._load),
+        ]
+
+    def remove(self) -> None:
+        """Let Accelerate save and load weights itself again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        pointer, is_writer = Path(output_dir, POINTER), self._accelerator.is_local_main_process
+        if is_writer:
+            pointer.unlink(missing_ok=True)  # of an earlier save into the same folder
+        self.last_error = None
+        try:
+            self.last_commit = self._repository.commit(
+                _named(models), message=os.path.basename(output_dir), branch=self._branch, frozen="requires_grad"
+            )
+        except CkptError as error:
+            self.last_error = error
+            if self._fails:
+                raise
+            _LOGGER.error("weights were not committed, they stay in %s: %s", output_dir, error)  # noqa: TRY400
+            return
+        if is_writer:
+            found = {"repository": self._repository.url, "commit": self.last_commit.id}
+            pointer.write_text(json.dumps(found), encoding="utf-8")
+        weights.clear()
+
+    def _load(self, models: list[Any], input_dir: str) -> None:
+        pointer = Path(input_dir, POINTER)
+        found = json.loads(pointer.read_text(encoding="utf-8"))["commit"] if pointer.exists() else None
+        commit = broadcast_object_list([found])[0]
+        if commit is not None:
+            self._repository.checkout(commit, into=_named(models))
+            models.clear()
+            newest = self._repository.latest(self._branch)
+            if newest is not None and newest.id != commit:  # an earlier save: what follows is another line of history
+                self._branch = f"{self._branch}-{commit[:8]}"
+
+
+def commit_saves(
+    accelerator: Accelerator,
+    repository: Repository | str | os.PathLike[str],
+    *,
+    branch: str | None = None,
+    on_save_error: Literal["warn", "raise"] = "warn",
+) -> SaveHooks:
+    """From now on `save_state` commits weights and does not write them; `load_state` checks them out.
+
+    On many ranks all call it. Folders that Accelerate wrote without it are loaded as ever.
+
+    Args:
+        accelerator: Whose saves.
+        repository: A path, a URL or an open repository.
+        branch: Where commits go; None: the default branch. After `load_state` of an earlier save they go to a branch
+            of their own, which is called after that one.
+        on_save_error: "warn": what a commit fails of is logged as an error, and Accelerate writes the weights itself.
+            "raise": it ends the training.
+    Raises:
+        InvalidInputError: Accelerate saves models by other ways here (FSDP, DeepSpeed): commit `state` instead.
+    """
+    if on_save_error not in ("warn", "raise"):
+        raise InvalidInputError(f'on_save_error is {on_save_error!r}: wanted "warn" or "raise"')
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise InvalidInputError(f"save_state of {kind.value} gives weights to no hook: commit state(...) instead")
+    if not isinstance(repository, Repository):
+        repository = Repository.open(repository, create=True)
+    return SaveHooks(accelerator, repository, branch, fails=on_save_error == "raise")
+
+
+def _named(models: list[Any]) -> dict[str, Any]:
+    return {"model" if number == 0 else f"model_{number}": each for number, each in enumerate(models)}

@@ -1,0 +1,142 @@
+"""Accelerate: a loop of one's own resumes exactly; `save_state` leaves weights to the repository."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from torch.utils.data import DataLoader
+
+from cas_ckpt import InvalidInputError, PermissionDeniedError, PerRank, Repository
+from cas_ckpt.integrations.accelerate import commit_saves, state
+from tests.frameworks.accelerate_cases import prepared, train
+from tests.frameworks.programs import roots_of
+from tests.processes import Forked
+from tests.ranks import results, run_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(autouse=True)
+def _a_new_accelerator() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def killed(folder: str, step: int, kill_in: str) -> None:
+    train(Path(folder), step, kill_in=kill_in)
+
+
+@pytest.mark.parametrize(
+    ("step", "kill_in"), [(3, ""), (7, ""), (4, "/packs/"), (8, "refs/heads")]
+)  # after steps 2 and 6, which is the end of an epoch
+def test_a_loop_that_is_killed_goes_on_exactly(tmp_path: Path, step: int, kill_in: str) -> None:
+    whole = train(tmp_path / "whole")
+    with Forked(killed, str(tmp_path), step, kill_in) as process:
+        process.wait(60)
+    assert process.returncode == -signal.SIGKILL
+    with Repository.open(tmp_path / "ckpts") as repo:
+        assert [each.step for each in repo.log(limit=1)] == [2 if step < 6 else 6]
+    commits = train(tmp_path, seed=9)
+    assert len(commits) == 6 and [each.root for each in commits] == [each.root for each in whole]
+
+
+def test_two_ranks_of_which_one_is_killed_go_on_exactly_sharded_or_not(tmp_path: Path) -> None:
+    case = "tests.frameworks.accelerate_cases:train_rank"
+    whole = results(run_processes(2, case, str(tmp_path / "whole"), None, 1, "", False))[0]
+    for sharded in (False, True):
+        folder = str(tmp_path / str(sharded))
+        ranks = run_processes(2, case, folder, 4, 1, "refs/heads", sharded, hanging=(1,))
+        assert ranks[0].exit_code == -signal.SIGKILL
+        commits = results(run_processes(2, case, folder, None, 9, "", sharded))[0]
+        assert len(commits) == 3 and [each.root for each in commits] == [each.root for each in whole]
+
+
+def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
+    whole = roots_of("integrations-accelerate.md", tmp_path / "whole")
+    assert len(whole) == 9 and roots_of("integrations-accelerate.md", tmp_path / "killed", kill_at=4) == whole
+
+
+def test_the_state_is_what_was_prepared_unwrapped(tmp_path: Path) -> None:
+    accelerator, model, optimizer, loader, scheduler = prepared()
+    accelerator.step, accelerator.scaler = 5, torch.amp.GradScaler("cpu", init_scale=8.0)
+    live = state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler, epoch=3)
+    assert live["optimizer"] is optimizer.optimizer and live["scheduler"] is scheduler.scheduler
+    with Repository.init(tmp_path / "ckpts") as repo:
+        repo.commit(live)
+        accelerator.step = 0
+        repo.checkout("main", into=live)
+        assert accelerator.step == 5 and repo.load(keys="scaler")["scaler"]["scale"] == 8.0
+    with pytest.raises(InvalidInputError, match="a data loader without a state"):
+        state(accelerator, loader=loader)
+    with pytest.raises(InvalidInputError, match="another name"):
+        state(accelerator, rng=3)
+
+
+def test_a_data_loader_with_a_state_is_kept_by_rank() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loader = accelerator.prepare(DataLoader(list(range(8)), batch_size=2))
+    assert isinstance(state(accelerator, loader=loader)["loader"], PerRank)
+
+
+# ------------------------------------------------------------ save_state and load_state
+
+
+def test_saves_leave_weights_to_the_repository_and_load_them_from_there(tmp_path: Path) -> None:
+    accelerator, model, *_ = prepared()
+    with Repository.init(tmp_path / "ckpts") as repo:
+        hooks = commit_saves(accelerator, repo)
+        folders = [str(tmp_path / name) for name in ("first", "second")]
+        kept = []
+        for number, folder in enumerate(folders):
+            torch.nn.init.constant_(model[0].weight, number + 1.0)
+            accelerator.save_state(folder)
+            kept.append({name: value.clone() for name, value in model.state_dict().items()})
+            assert not list(Path(folder).glob("*.safetensors")) and Path(folder, "optimizer.bin").exists()
+        assert [each.message for each in repo.log()] == ["second", "first"]
+        torch.nn.init.zeros_(model[0].weight)
+        accelerator.load_state(folders[0])
+        assert all(torch.equal(kept[0][name], value) for name, value in model.state_dict().items())
+        accelerator.save_state(str(tmp_path / "third"))  # a line of its own: the second save stays the newest of main
+        assert hooks.last_error is None and repo.latest("main") == repo.log("main")[0]
+        assert [each.message for each in repo.log(f"main-{repo.log('main')[1].id[:8]}")] == ["third", "first"]
+        accelerator.load_state(folders[1])
+        assert all(torch.equal(kept[1][name], value) for name, value in model.state_dict().items())
+        hooks.remove()
+        accelerator.save_state(str(tmp_path / "plain"))
+        assert list((tmp_path / "plain").glob("*.safetensors"))
+
+
+def test_weights_that_cannot_be_committed_stay_in_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model, *_ = prepared()
+    commit_saves(accelerator, tmp_path / "ckpts").remove()
+    with Repository.open(tmp_path / "ckpts", read_only=True) as repo:
+        hooks = commit_saves(accelerator, repo)
+        accelerator.save_state(str(tmp_path / "save"))
+        assert isinstance(hooks.last_error, PermissionDeniedError)
+        assert any(each.levelno == logging.ERROR and "not committed" in each.message for each in caplog.records)
+        before = model[0].weight.detach().clone()
+        torch.nn.init.zeros_(model[0].weight)
+        accelerator.load_state(str(tmp_path / "save"))
+        assert torch.equal(model[0].weight, before)
+        hooks.remove()
+        commit_saves(accelerator, repo, on_save_error="raise")
+        with pytest.raises(PermissionDeniedError):
+            accelerator.save_state(str(tmp_path / "save"))
+
+
+def test_misuse_is_told(tmp_path: Path) -> None:
+    accelerator, *_ = prepared()
+    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+        commit_saves(accelerator, tmp_path / "ckpts", on_save_error="")  # type: ignore[arg-type]
+    accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(InvalidInputError, match=r"commit state\(...\) instead"):
+        commit_saves(accelerator, tmp_path / "ckpts")
