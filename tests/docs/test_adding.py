@@ -138,7 +138,7 @@ def test_the_encoding_comes_back_and_refuses_what_is_broken(monkeypatch: pytest.
 
 
 def test_the_adapter_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = ModuleType("cas_ckpt.training.toy_trainer")
+    module = ModuleType("cas_ckpt.integrations.toy_trainer")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    vars(module).update(run("cas_ckpt/training/toy_trainer.py"))
-    run("tests/training/test_toy_trainer.py")["test_a_trainer_resumes_the_newest_step"](tmp_path)
+    vars(module).update(run("cas_ckpt/integrations/toy_trainer.py"))
+    run("tests/frameworks/test_toy_trainer.py")["test_a_trainer_resumes_the_newest_step"](tmp_path)

@@ -1,6 +1,6 @@
-"""Complete programs of docs/, run as they stand; and killed inside one of their commits.
+"""Complete programs of docs/integrations.md, run as they stand; and killed inside one of their commits.
 
-assert roots_of("integrations-hf.md", tmp_path / "a") == roots_of("integrations-hf.md", tmp_path / "b", kill_at=3)
+assert roots_of("Accelerate", tmp_path / "a") == roots_of("Accelerate", tmp_path / "b", kill_at=3)
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any
 from cas_ckpt import Repository
 from tests.processes import Forked
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 
 
-def program(page: str) -> str:
-    """The first block of Python of a page."""
-    found = re.search(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+def program(section: str) -> str:
+    """The first block of Python in a section of the page, whose heading begins so."""
+    _, _, text = PAGE.read_text().partition(f"\n## {section}")
+    found = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1]
 
 
-def roots_of(page: str, folder: Path, *, kill_at: int | None = None) -> list[str]:
+def roots_of(section: str, folder: Path, *, kill_at: int | None = None) -> list[str]:
     """Run the program in `folder`; if asked for, first until it is killed inside its commit of that number, from 1.
 
     The roots of the commits that are in runs/ckpts then, the youngest first.
     """
     folder.mkdir()
     for number in [None] if kill_at is None else [kill_at, None]:
-        with Forked(run, program(page), str(folder), number) as process:
+        with Forked(run, program(section), str(folder), number) as process:
             process.wait(60)
         assert process.returncode == (0 if number is None else -signal.SIGKILL)
     with Repository.open(folder / "runs" / "ckpts") as repository:

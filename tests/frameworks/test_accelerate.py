@@ -61,8 +61,8 @@ def test_two_ranks_of_which_one_is_killed_go_on_exactly_sharded_or_not(tmp_path:
 
 
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
-    whole = roots_of("integrations-accelerate.md", tmp_path / "whole")
-    assert len(whole) == 9 and roots_of("integrations-accelerate.md", tmp_path / "killed", kill_at=4) == whole
+    whole = roots_of("Accelerate", tmp_path / "whole")
+    assert len(whole) == 9 and roots_of("Accelerate", tmp_path / "killed", kill_at=4) == whole
 
 
 def test_the_state_is_what_was_prepared_unwrapped(tmp_path: Path) -> None:

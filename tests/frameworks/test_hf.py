@@ -335,8 +335,8 @@ def test_the_gradient_scaler_is_committed(tmp_path: Path) -> None:
 
 
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
-    whole = roots_of("integrations-hf.md", tmp_path / "whole")
-    assert len(whole) == 4 and roots_of("integrations-hf.md", tmp_path / "killed", kill_at=4) == whole
+    whole = roots_of("transformers.Trainer", tmp_path / "whole")
+    assert len(whole) == 4 and roots_of("transformers.Trainer", tmp_path / "killed", kill_at=4) == whole
 
 
 def test_importing_the_package_imports_no_framework() -> None:
