@@ -117,7 +117,10 @@ def test_saves_leave_weights_to_the_repository_and_load_them_from_there(tmp_path
 
 def test_weights_that_cannot_be_committed_stay_in_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, *_ = prepared()
-    commit_saves(accelerator, tmp_path / "ckpts").remove()
+    hooks = commit_saves(accelerator, tmp_path / "ckpts")
+    accelerator.save_state(str(tmp_path / "save"))  # of which nothing may be taken for part of the next
+    hooks.remove()
+    torch.nn.init.ones_(model[0].weight)
     with Repository.open(tmp_path / "ckpts", read_only=True) as repo:
         hooks = commit_saves(accelerator, repo)
         accelerator.save_state(str(tmp_path / "save"))

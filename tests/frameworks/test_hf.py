@@ -19,7 +19,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from cas_ckpt import CommitInfo, InvalidInputError, PermissionDeniedError, Repository, StorageError
+from cas_ckpt import CommitInfo, FrozenChangedError, InvalidInputError, PermissionDeniedError, Repository, StorageError
 from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
 from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, sft_trainer, train, train_until_killed, trainer_of
 from tests.frameworks.programs import roots_of
@@ -269,17 +269,18 @@ def test_rotation_spares_what_the_training_did_not_commit(tmp_path: Path) -> Non
     given = {"save_steps": 1, "save_total_limit": 1, "max_steps": 3}
     with Repository.open(tmp_path / "ckpts", create=True) as repository:
         others = [repository.commit({"x": number}).id for number in range(3)]
-        before = trainer_of(tmp_path / "before", CasCallback(repository), **given)
-        before.train()
-        cb = CasCallback(repository)
-        trainer_of(tmp_path, cb, **given).train()
-        repository.tag("mine", cb.last_commit or "")
-        again = CasCallback(repository)
-        longer = trainer_of(tmp_path, again, **{**given, "max_steps": 5})
-        longer.train(resume_from_checkpoint=again.latest())
-        assert [entry["step"] for entry in longer.state.log_history] == [1, 2, 3, 4, 5, 5]
+        trainer_of(tmp_path / "before", CasCallback(repository), **given).train()
+        trainer_of(tmp_path, CasCallback(repository), **given).train()
+        for steps in (4, 5):
+            cb = CasCallback(repository)
+            trainer = trainer_of(tmp_path, cb, **{**given, "max_steps": steps})
+            trainer.train(resume_from_checkpoint=cb.latest())
+            if steps == 4:
+                assert cb.last_commit is not None
+                repository.tag("mine", cb.last_commit)
+        assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 5, 5]
         kept = [each for each in repository.log() if not each.forgotten]
-        assert [each.step for each in kept] == [5, 3, 3, None, None, None]  # the tag keeps one
+        assert [each.step for each in kept] == [5, 4, 3, None, None, None]  # the tag keeps 4
         assert [each.id for each in kept[3:]] == others[::-1]
 
 
@@ -311,6 +312,18 @@ def test_the_base_of_an_adapter_is_stored_once_and_adapters_resume_exactly(tmp_p
     assert kill(tmp_path, 6, "refs/heads", model=llama_with_lora) == 4
     assert train(tmp_path, model=llama_with_lora, seed=9)[0].root == whole[0].root
     assert heavy_files(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("frozen", ["requires_grad", None])
+def test_a_base_that_changes_is_an_error_unless_it_is_said_to_change(tmp_path: Path, frozen: str | None) -> None:
+    class Merges(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 3:
+                next(each for each in model.parameters() if not each.requires_grad).data.add_(1)
+
+    cb = CasCallback(tmp_path / "ckpts", frozen=frozen)
+    trainer_of(tmp_path, cb, Merges(), model=llama_with_lora, max_steps=4).train()
+    assert isinstance(cb.last_error, FrozenChangedError) == (frozen is not None)
 
 
 def test_trainers_of_trl_resume_exactly(tmp_path: Path) -> None:
