@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # --- closed choices ---
 
-ExportFormat: TypeAlias = Literal["safetensors", "torch", "dcp"]
+ExportFormat: TypeAlias = Literal["safetensors", "torch", "dcp", "trainer", "accelerate"]
 """What an export writes."""
 
 UsageBy: TypeAlias = Literal["commit", "branch", "tensor", "dtype"]

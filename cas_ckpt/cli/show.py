@@ -472,6 +472,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
         "cas-ckpt export v1 folder/ --max-shard-size 5GB --key 'model/**'",
         "cas-ckpt export main~3 state.pt",
         "cas-ckpt export main checkpoint/ --format dcp --max-shard-size 5GB",
+        "cas-ckpt export main checkpoint-500/ --format trainer",
         "cas-ckpt export lora my-lora/ --adapter default",
     ],
     also=[14, 15, UNSIGNED],
@@ -489,8 +490,9 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
     """Write a commit to PATH as safetensors, or as torch.save or torch.distributed.checkpoint would.
 
     A PATH that ends in .safetensors, .pt, .pth or .bin becomes that file; any other name a folder
-    of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads.
-    Every byte is verified.
+    of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads. With
+    --format trainer or accelerate an imported checkpoint becomes the folder again that transformers'
+    Trainer or Accelerate resumes from. Every byte is verified.
     """
     _export(settings, revision, path, options)
 

@@ -8,6 +8,7 @@ lets all files appear together, whole, or not at all.
     models.py             model folders; names in live objects, wrappers, adapters of PEFT
     folders.py            files of an import and an export, whatever their format
     torch_file.py         files of torch.save
+    trainer_folders.py    checkpoints of Trainer and of Accelerate, written back
     pickles.py            pickles of strangers, read without running anything
     dcp_import.py, dcp_export.py, dcp_metadata.py   folders of torch.distributed.checkpoint's own files
 

@@ -74,30 +74,41 @@ INDEX_SUFFIX = ".index.json"
 _FOLDER_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _SIDE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py"})
 
-_PARTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), key)
-    for pattern, key in (
-        # Trainer of Hugging Face; one random state per rank
-        (r"optimizer\.pt", "optim"),
-        (r"scheduler\.pt", "scheduler"),
-        (r"scaler\.pt", "scaler"),
-        (r"training_args\.bin", "training_args"),
-        (r"rng_state\.pth", "rng/0"),
-        (r"rng_state_(\d+)\.pth", "rng/{}"),
-        # Accelerate; what there is several of is numbered from the second on
-        (r"optimizer(?:_(\d+))?\.bin", "optim_{}"),
-        (r"scheduler(?:_(\d+))?\.bin", "scheduler_{}"),
-        (r"sampler(?:_(\d+))?\.bin", "sampler_{}"),
-        (r"dl_state_dict(?:_(\d+))?\.bin", "dataloader_{}"),
-        (r"model_(\d+)\.safetensors", "model_{}"),
-        (r"pytorch_model_(\d+)\.bin", "model_{}"),
-        (r"random_states_(\d+)\.pkl", "rng/{}"),
-        (r"custom_checkpoint_(\d+)\.pkl", "custom/{}"),
-        # beside what DCP saved: Lightning (loops, schedulers, callbacks), and Megatron (what is equal on all ranks)
-        (r"(meta|common)\.pt", "{}"),
-    )
-)
-"""Key by name of the parts of a training state, as the frameworks lay them out in a folder."""
+PARTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "trainer": (  # of Hugging Face; one random state per rank
+        ("optimizer.pt", "optim"),
+        ("scheduler.pt", "scheduler"),
+        ("scaler.pt", "scaler"),
+        ("training_args.bin", "training_args"),
+        ("rng_state.pth", "rng/0"),
+        ("rng_state_{}.pth", "rng/{}"),
+    ),
+    "accelerate": (  # what there is several of is numbered from the second on
+        ("optimizer.bin", "optim"),
+        ("optimizer_{}.bin", "optim_{}"),
+        ("scheduler.bin", "scheduler"),
+        ("scheduler_{}.bin", "scheduler_{}"),
+        ("scaler.pt", "scaler"),
+        ("sampler.bin", "sampler"),
+        ("sampler_{}.bin", "sampler_{}"),
+        ("dl_state_dict.bin", "dataloader"),
+        ("dl_state_dict_{}.bin", "dataloader_{}"),
+        ("model_{}.safetensors", "model_{}"),
+        ("pytorch_model_{}.bin", "model_{}"),
+        ("random_states_{}.pkl", "rng/{}"),
+        ("custom_checkpoint_{}.pkl", "custom/{}"),
+    ),
+    "beside DCP": (("meta.pt", "meta"), ("common.pt", "common")),  # of Lightning, and of Megatron
+}
+"""Framework -> (file, key) of the parts of a training state, as it lays them out in a folder; `{}` is one number."""
+
+
+def numbered(template: str) -> re.Pattern[str]:
+    """A pattern that has the number of a template of `PARTS` as its group."""
+    return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)"))
+
+
+_PARTS = tuple((numbered(file), key) for rows in PARTS.values() for file, key in rows)
 
 MAX_SIDE_BYTES = 256 * 1024 * 1024
 """Largest side file (a tokenizer has some 30 MB) and index file."""
@@ -215,8 +226,7 @@ def _find_parts(folder: FilePath, names: Sequence[str]) -> dict[str, FilePath]:
         for name in names:
             match = pattern.fullmatch(name)
             if match is not None:
-                number = match[1] if match.groups() else None
-                parts.setdefault(key.format(number) if number else key.removesuffix("_{}"), folder / name)
+                parts.setdefault(key.format(*match.groups()), folder / name)
     return parts
 
 

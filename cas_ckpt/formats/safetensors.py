@@ -24,7 +24,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import IO, Any
 
@@ -335,10 +335,28 @@ class _Tensor:
     stored: StoredTensor
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What goes into files of the folder beside those of the first model.
+
+    Attributes:
+        models: Files of safetensors, each with the entry at the top whose tensors it holds.
+        writers: Other files, each with what writes it.
+        entries: All that is in these files, by its name at the top.
+    """
+
+    models: Mapping[str, Name] = field(default_factory=dict)
+    writers: Mapping[str, Callable[[IO[bytes]], None]] = field(default_factory=dict)
+    entries: frozenset[Name] = frozenset()
+
+
+NOTHING_BESIDE = Beside()
+
+
 def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, adapter: str | None = None,
-    force: bool = False, progress: Progress = SILENT,
+    force: bool = False, progress: Progress = SILENT, beside: Beside = NOTHING_BESIDE,
 ) -> ExportInfo:  # fmt: skip
     """Write the tensors of the state `root` to `path`, in bounded memory.
 
@@ -355,6 +373,7 @@ def export_safetensors(
         adapter: Write the folder of the adapter of a PeftModel that has this name, as PEFT does, and nothing else.
             Its adapter_config.json is that of the commit under "files", or is in the folder already.
         force: Replace files that exist.
+        beside: Entries that go into further files of the folder.
     Raises:
         UnsupportedValueError: an entry that safetensors cannot hold, by its key.
         InvalidInputError: two tensors of one name, a bad limit. NotFoundError: a pattern matches nothing.
@@ -371,7 +390,7 @@ def export_safetensors(
     metadata = _plain_leaves(handle, children.get(METADATA), str)
     side_files = None if is_file else _plain_leaves(handle, children.get(FILES), bytes)
     plain: dict[Name, Any] = {METADATA: metadata, FILES: side_files}
-    states = {name: item for name, item in children.items() if plain.get(name) is None}
+    states = {name: item for name, item in children.items() if plain.get(name) is None and name not in beside.entries}
     name_of: Callable[[Path], str | None] = tensor_name
     limit = max_shard_bytes if max_shard_bytes is not None or is_file else DEFAULT_SHARD_BYTES
     if adapter is not None:
@@ -386,22 +405,31 @@ def export_safetensors(
     if len(shards) == 1:
         names = [stem + SUFFIX]
     index = {f"{stem}{SUFFIX}{INDEX_SUFFIX}": _index(names, shards)} if len(shards) > 1 else {}
+    if beside.entries and not tensors:  # parts without their model were asked for
+        names, shards = [], []
+    for name, entry in beside.models.items():
+        names.append(name)
+        shards.append(_named_tensors({entry: children[entry]}, lambda path: tensor_name((MODEL, *path[1:]))))
     for name in side_files or ():
-        if not is_plain_name(name) or name in index or name in names:
+        if not is_plain_name(name) or name in index or name in names or name in beside.writers:
             raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
     extra = {**(side_files or {}), **index}  # who finds the index finds everything that it names
     total_bytes = sum(_size(shard) for shard in shards)
     with (
         phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
-        OutputFiles(folder, [*names, *extra], force=force) as output,
+        OutputFiles(folder, [*names, *beside.writers, *extra], force=force) as output,
     ):  # fmt: skip
         for name, shard in zip(names, shards, strict=True):
             with output.open(name) as file:
                 _write_shard(handle, shard, file, metadata or {}, progress)
+        for name, write in beside.writers.items():
+            with output.open(name) as file:
+                write(file)
         for name, data in extra.items():
             with output.open(name) as file:
                 file.write(data)
-    return ExportInfo(tuple(str(folder / name) for name in (*names, *extra)), len(tensors), total_bytes)
+    written_files = tuple(str(folder / name) for name in (*names, *beside.writers, *extra))
+    return ExportInfo(written_files, sum(map(len, shards)), total_bytes)
 
 
 # --- what goes where ------------------------------------------------------------------------

@@ -202,15 +202,15 @@ def export_any(
     adapter: str | None = None, force: bool = False, progress: Progress = SILENT,
     trust: Trust | None = None,
 ) -> ExportInfo:  # fmt: skip
-    """Write a commit to `path`: see `export_safetensors`, `export_torch` and `export_dcp`.
+    """Write a commit to `path`: see `export_safetensors`, `export_torch`, `export_dcp` and `export_trainer_folder`.
 
     Args:
         adapter: The adapter of a PeftModel that is to be written, as PEFT does; safetensors alone.
-        format: "safetensors", "torch" or "dcp"; None goes by the end of the name (a folder, and
-            any other name, is safetensors).
+        format: "safetensors", "torch", "dcp", "trainer" or "accelerate"; None goes by the end of the name (a folder,
+            and any other name, is safetensors).
     Raises:
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
-        What the three raise; nothing is left at `path` then.
+        What these raise; nothing is left at `path` then.
     """
     path = check_path(path)
     chosen = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
@@ -224,6 +224,13 @@ def export_any(
         )  # fmt: skip
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
+    if chosen in ("trainer", "accelerate"):
+        from cas_ckpt.formats.trainer_folders import export_trainer_folder
+
+        return export_trainer_folder(
+            handle, row, path, framework=chosen, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
+            progress=progress,
+        )  # fmt: skip
     if chosen == "dcp":
         from cas_ckpt.formats.dcp_export import export_dcp
 
