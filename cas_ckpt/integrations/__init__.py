@@ -2,6 +2,7 @@
 
     hf.py            `CasCallback` for transformers.Trainer and what is built on it (TRL, PEFT); `CasTrainerMixin`
     accelerate.py    `state`, what a loop of one's own commits; `commit_saves` for save_state and load_state
+    data.py          `ElasticLoader`, batches that any number of data parallel ranks go on with
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.
