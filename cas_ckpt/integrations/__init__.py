@@ -1,6 +1,7 @@
 """Where trainers meet a repository: a module a framework, imported by those who use it and by nobody else.
 
     hf.py            `CasCallback` for transformers.Trainer and what is built on it (TRL, PEFT); `CasTrainerMixin`
+    hf_files.py      commits of the callback in Trainer's own files; `write_checkpoint`
     accelerate.py    `state`, what a loop of one's own commits; `commit_saves` for save_state and load_state
     data.py          `ElasticLoader`, batches that any number of data parallel ranks go on with
 

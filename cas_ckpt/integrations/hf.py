@@ -28,10 +28,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +49,7 @@ from cas_ckpt import (
     StateDict,
     StorageError,
 )
+from cas_ckpt.integrations.hf_files import is_ours, plain, rng_files, saves, trainer_state
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -70,9 +69,6 @@ WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*
 
 STUB = "restored by cas_ckpt.integrations.hf.CasCallback when training begins"
 """The one tensor of the file in place of weights. Trainer names it in a warning where the callback is missing."""
-
-NOT_OF_THE_STATE = ("is_local_process_zero", "is_world_process_zero", "best_model_checkpoint", "log_history")
-"""Of a TrainerState: what differs between ranks, folders and clocks, so that equal trainings have equal roots."""
 
 
 class CasCallback(TrainerCallback):
@@ -193,7 +189,7 @@ class CasCallback(TrainerCallback):
         # Other ranks than 0 have not all of it, and what they log need not be the same.
         logged = json.loads(json.dumps(state.log_history[self._num_logged :]))
         meta = {"save": self._num_saves, "log": logged}
-        trainer, metrics, meta = broadcast_object_list([_plain(state), _metrics(state), meta])
+        trainer, metrics, meta = broadcast_object_list([plain(state), _metrics(state), meta])
         self.last_error = None
         try:
             self.last_commit = repository.commit(
@@ -241,22 +237,19 @@ class CasCallback(TrainerCallback):
             raise StorageError(f"no folder to resume from could be made, by rank: {failed}") from error
 
     def _write_folder(self, repository: Repository, commit: CommitInfo, folder: Path) -> None:
-        if not _is_ours(commit):
+        if not is_ours(commit):
             raise InvalidInputError(f"{commit.short_id}, the newest of {self._branch}, is not of a CasCallback")
         stored = repository.load(commit, keys=["trainer", "rng"])
         _remove(folder.parent.glob(f"{FOLDER}*"))
         folder.mkdir(parents=True)
-        history = [entry for each in reversed(_saves(repository, commit)) for entry in each.meta["log"]]
-        trainer = {**stored["trainer"], "log_history": history}
+        trainer = trainer_state(repository, commit, stored)
         written = folder.parent / f"checkpoint-{trainer['global_step']}" / "trainer_state.json"
-        if written.exists() and _plain(TrainerState.load_from_json(str(written))) == stored["trainer"]:
+        if written.exists() and plain(TrainerState.load_from_json(str(written))) == stored["trainer"]:
             _mark(written.parent, repository, commit)  # a process was killed between the commit and this
         trainer["best_model_checkpoint"] = self._best_folder(repository, trainer["best_global_step"])
         (folder / "trainer_state.json").write_text(json.dumps(trainer), encoding="utf-8")
-        alone = "torch" in stored["rng"]
-        for rank, rng in {"": stored["rng"]}.items() if alone else stored["rng"].items():
-            name = "rng_state.pth" if alone else f"rng_state_{rank}.pth"
-            torch.save(_rng_of_trainer(rng, all_devices=not alone), folder / name)
+        for name, state in rng_files(stored["rng"]).items():
+            torch.save(state, folder / name)
         # FSDP would read a folder of its own; what it loads from shards that an index names, it loads as others do.
         stub = "shards.safetensors" if self._is_fsdp else "model.safetensors"
         save_file({STUB: torch.zeros(1)}, folder / stub)
@@ -293,7 +286,7 @@ class CasCallback(TrainerCallback):
             if state.best_global_step == state.global_step:
                 repository.tag(f"{self._branch}-best", commit, force=True)
             if args.save_total_limit and args.save_total_limit > 0:
-                old = [each for each in _saves(repository, commit)[args.save_total_limit :] if not each.forgotten]
+                old = [each for each in saves(repository, commit)[args.save_total_limit :] if not each.forgotten]
                 for each in old:
                     with suppress(InvalidInputError):  # a branch or a tag names it
                         repository.forget(revisions=each.id)
@@ -342,12 +335,6 @@ def _live_objects(*, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) ->
     }  # fmt: skip
 
 
-def _plain(state: TrainerState) -> dict[str, Any]:
-    """The trainer's state as plain values, without its place and without its history: see `_saves`."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(state)))
-    return {name: value for name, value in plain.items() if name not in NOT_OF_THE_STATE}
-
-
 def _metrics(state: TrainerState) -> dict[str, float]:
     """Numbers that were logged at this step, but for those that the clock made."""
     entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
@@ -355,28 +342,6 @@ def _metrics(state: TrainerState) -> dict[str, float]:
         name: float(value) for entry in entries for name, value in entry.items()
         if isinstance(value, (int, float)) and name != "step" and not name.endswith(("_runtime", "_per_second"))
     }  # fmt: skip
-
-
-def _is_ours(commit: CommitInfo) -> bool:
-    return isinstance(commit.meta, dict) and {"save", "log"} <= commit.meta.keys()
-
-
-def _saves(repository: Repository, last: CommitInfo) -> list[CommitInfo]:
-    """The commits of one training up to `last`, the youngest first; each has as `meta` what was logged since another.
-
-    It is outside of the root, as it tells times, and counts that some trainers begin anew when they resume; and in
-    parts, as the whole of 10,000 entries would take each commit a second.
-    """
-    line = [*takewhile(_is_ours, repository.log(last, first_parent=True))]
-    begun = next((number for number, each in enumerate(line) if each.meta["save"] == 0), len(line))
-    return line[: begun + 1]
-
-
-def _rng_of_trainer(stored: Mapping[str, Any], *, all_devices: bool) -> dict[str, Any]:
-    """A stored `RNGState` in the form of Trainer's rng_state.pth."""
-    cuda = [state for _, state in sorted(stored["cuda"].items())]
-    form = {"python": stored["python"], "numpy": stored["numpy"], "cpu": stored["torch"]}
-    return {**form, "cuda": cuda if all_devices else cuda[0]} if cuda else form
 
 
 def _fill_in(module: Any, state_dict: dict[str, Any], *_: Any) -> None:

@@ -14,8 +14,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from cas_ckpt import Repository
-from tests.frameworks.hf_cases import Sentences, gpt2
+from cas_ckpt import CommitOptions, ConflictError, InvalidInputError, Repository
+from cas_ckpt.integrations.hf import CasCallback
+from cas_ckpt.integrations.hf_files import write_checkpoint
+from tests.frameworks.hf_cases import Sentences, gpt2, llama_with_lora
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -28,21 +30,50 @@ def through_a_repository(before: Path, after: Path, framework: str) -> list[str]
         return [each.name for each in imported.left_out]
 
 
-def test_trainer_resumes_exactly_from_an_exported_checkpoint(tmp_path: Path) -> None:
-    def train(folder: Path, resume: Path | None, seed: int) -> dict[str, torch.Tensor]:
-        args = TrainingArguments(
-            str(folder), max_steps=4, save_steps=2, logging_steps=1, report_to="none", use_cpu=True, seed=7,
-            per_device_train_batch_size=4,
-        )  # fmt: skip
-        trainer = Trainer(model=gpt2(seed), args=args, train_dataset=Sentences())
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return load_file(folder / "checkpoint-4" / "model.safetensors")
+def train(
+    folder: Path, resume: Path | None = None, *, seed: int, model: Any = gpt2, callbacks: Any = None
+) -> dict[str, torch.Tensor]:
+    """Train for four steps; the weights in the last checkpoint."""
+    args = TrainingArguments(
+        str(folder), max_steps=4, save_steps=2, logging_steps=1, report_to="none", use_cpu=True, seed=7,
+        per_device_train_batch_size=4,
+    )  # fmt: skip
+    trainer = Trainer(model=model(seed), args=args, train_dataset=Sentences(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    (weights,) = (folder / "checkpoint-4").glob("*model.safetensors")
+    return load_file(weights)
 
-    whole = train(tmp_path / "whole", None, seed=1)
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_trainer_resumes_exactly_from_an_exported_checkpoint(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", seed=1)
     exported = tmp_path / "checkpoint-2"
     assert through_a_repository(tmp_path / "whole" / "checkpoint-2", exported, "trainer") == ["training_args.bin"]
-    resumed = train(tmp_path / "resumed", exported, seed=9)
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert equal(whole, train(tmp_path / "resumed", exported, seed=9))
+
+
+@pytest.mark.parametrize("model", [gpt2, llama_with_lora])
+def test_a_trainer_without_the_callback_resumes_exactly_from_a_checkpoint_that_was_written(
+    tmp_path: Path, model: Any
+) -> None:
+    """Written into the folder that the callback left, as configs and adapter_config.json are there."""
+    whole = train(tmp_path / "whole", seed=1, model=model)
+    train_with = [CasCallback(tmp_path / "ckpts")]
+    with pytest.raises(ValueError, match="not enough values"):  # of the weights, which are a commit now
+        train(tmp_path / "out", seed=1, model=model, callbacks=train_with)
+    with Repository.open(tmp_path / "ckpts") as repo:
+        written = tmp_path / "out" / "checkpoint-2"
+        assert write_checkpoint(repo, "main~1", written).step == 2
+        assert not [path.name for path in written.iterdir() if path.name.startswith(".")]
+        with pytest.raises(ConflictError, match="checkpoint-2 has .*model.safetensors, optimizer.pt already"):
+            write_checkpoint(repo, "main", written)
+        repo.commit({"w": torch.zeros(2)}, branch="other", options=CommitOptions(orphan=True))
+        with pytest.raises(InvalidInputError, match="not of a CasCallback"):
+            write_checkpoint(repo, "other", tmp_path / "other")
+    assert equal(whole, train(tmp_path / "resumed", written, seed=9, model=model))
 
 
 def test_accelerate_loads_an_exported_save(tmp_path: Path) -> None:
