@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
         WorkerError,
     )
+    from cas_ckpt.events import Event, on_event
     from cas_ckpt.memory import limits
     from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
@@ -68,6 +69,7 @@ __all__ = [
     "CommitStats",
     "ConflictError",
     "CorruptionError",
+    "Event",
     "FrozenChangedError",
     "Head",
     "ImportInfo",
@@ -104,6 +106,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "limits",
+    "on_event",
     "register_type",
     "trusted_hosts",
 ]
@@ -112,6 +115,7 @@ _MODULES = {
     "cas_ckpt.core.records": ("CommitInfo", "CommitStats", "ImportInfo", "LeftOut", "Lineage"),
     "cas_ckpt.core.refs": ("Head",),
     "cas_ckpt.core.settings": ("trusted_hosts",),
+    "cas_ckpt.events": ("Event", "on_event"),
     "cas_ckpt.memory": ("limits",),
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.commit.options": ("CommitOptions", "ImportOptions"),

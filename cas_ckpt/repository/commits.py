@@ -7,7 +7,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.arguments import DtypePattern, Keys, ShapePattern, check_flags, check_limit, check_whole, one_text, texts
-from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
+from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.events import reported
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
 
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 class CommitVerbs(Opened):
     """Contents of commits, their history, questions in SQL, and plans of restores."""
 
-    @translates_memory_errors
+    @reported
     def show(self, ref: Revision = "HEAD") -> ShownCommit:
         """The commit, what names it, and a summary of its state."""
         from cas_ckpt.ops.history.log import show_commit
 
         return show_commit(self._handle, ref)
 
-    @translates_memory_errors
+    @reported
     def ls(self, ref: Revision = "HEAD", keys: Keys = None) -> list[ListedEntry]:
         """The entries of the commit: key, kind, dtype, shape, bytes.
 
@@ -47,7 +48,7 @@ class CommitVerbs(Opened):
 
         return list_commit(self._handle, ref, keys=keys)
 
-    @translates_memory_errors
+    @reported
     def entry(self, ref: Revision, key: str) -> ListedEntry:
         """The entry of one key; a container has the bytes of all tensors below it.
 
@@ -77,7 +78,7 @@ class CommitVerbs(Opened):
         number = None if rank is None else check_whole("rank", rank)
         return shards_of(self._handle, ref, keys=keys, rank=number)
 
-    @translates_memory_errors
+    @reported
     def find(
         self,
         keys: Keys = None,
@@ -124,7 +125,7 @@ class CommitVerbs(Opened):
         )  # fmt: skip
         return find_entries(self._handle, request, limit=check_limit(limit))
 
-    @translates_memory_errors
+    @reported
     def find_commits(
         self,
         keys: Keys = None,
@@ -149,7 +150,7 @@ class CommitVerbs(Opened):
         )  # fmt: skip
         return find_commits(self._handle, request, limit=check_limit(limit))
 
-    @translates_memory_errors
+    @reported
     def diff(
         self,
         a: Revision,
@@ -181,7 +182,7 @@ class CommitVerbs(Opened):
         request = DiffRequest(keys, numbers, values)
         return diff_commits(self._handle, a, b, request, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def log(
         self,
         ref: Revision | Sequence[Revision] | None = None,
@@ -267,14 +268,14 @@ class CommitVerbs(Opened):
 
         return is_ancestor(self._handle, old, new)
 
-    @translates_memory_errors
+    @reported
     def lineage(self, ref: Revision = "HEAD") -> CommitLineage:
         """Ancestors and descendants of the state over typed edges and history, transitively."""
         from cas_ckpt.ops.history.lineage import lineage_of
 
         return lineage_of(self._handle, ref)
 
-    @translates_memory_errors
+    @reported
     def holders(self, ref: Revision, key: str) -> list[CommitInfo]:
         """The commits that hold the very content of the entry `key` of `ref`, the youngest first.
 
@@ -285,7 +286,7 @@ class CommitVerbs(Opened):
 
         return holders_of(self._handle, ref, one_text("key", key))
 
-    @translates_memory_errors
+    @reported
     def nearest(self, what: Revision | Mapping[str, Any] | PathLike[str], *, limit: int = 5) -> list[NearCommit]:
         """The commits that share most bytes with something: where the base of a fine-tune is found.
 
@@ -308,7 +309,7 @@ class CommitVerbs(Opened):
 
         return nearest_to_state(self._handle, capture_state(what), limit=most)
 
-    @translates_memory_errors
+    @reported
     def metrics(
         self,
         ref: Revision | Sequence[Revision] | None = None,
@@ -329,7 +330,7 @@ class CommitVerbs(Opened):
         revisions, most = revision_texts(ref), check_limit(limit)
         return metrics_table(self._handle, revisions, names=texts("names", names), all_refs=all_refs, limit=most)
 
-    @translates_memory_errors
+    @reported
     def best(
         self, metric: str, *, largest: bool = False, limit: int = 1, ref: Revision | Sequence[Revision] | None = None
     ) -> list[Ranked]:
@@ -348,7 +349,7 @@ class CommitVerbs(Opened):
         most, revisions = check_whole("limit", limit), revision_texts(ref)
         return best_commits(self._handle, one_text("metric", metric), largest=largest, limit=most, revisions=revisions)
 
-    @translates_memory_errors
+    @reported
     def sql(
         self, query: str, parameters: Mapping[str, Any] | None = None, /, *, max_rows: int = 1_000_000,
         max_bytes: int = 1 << 28, timeout_s: float = 60.0, **named: Any,
@@ -377,7 +378,7 @@ class CommitVerbs(Opened):
         limits = QueryLimits(max_rows, max_bytes, timeout_s)
         return query_index(self._handle, one_text("query", query), joined_parameters(parameters, named), limits)
 
-    @translates_memory_errors
+    @reported
     def plan(
         self,
         ref: Revision,
@@ -407,7 +408,7 @@ class CommitVerbs(Opened):
             network_bandwidth=network_bandwidth,
         )  # fmt: skip
 
-    @translates_memory_errors
+    @reported
     def compare_plans(
         self,
         ref: Revision,
@@ -442,14 +443,14 @@ class CommitVerbs(Opened):
             network_bandwidth=network_bandwidth,
         )  # fmt: skip
 
-    @translates_memory_errors
+    @reported
     def plans(self, ref: Revision | None = None) -> list[PlanReport]:
         """The plans that the index keeps, for one revision or all."""
         from cas_ckpt.ops.checkout.restores import kept_plans
 
         return kept_plans(self._handle, ref)
 
-    @translates_memory_errors
+    @reported
     def restores(self, ref: Revision | None = None, *, limit: int | None = None) -> list[RestoreInfo]:
         """The checkouts and loads that were made, well or badly, the last one first; of one revision's state, or all.
 

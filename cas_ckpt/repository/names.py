@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.arguments import check_flags, check_limit, texts
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.errors import translates_memory_errors
+from cas_ckpt.events import reported
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened, given_key
 
@@ -278,7 +278,7 @@ class NameVerbs(Opened):
 
     # ------------------------------------------------------------ other repositories
 
-    @translates_memory_errors
+    @reported
     def push(
         self,
         remote: str | PathLike[str] | None = None,
@@ -326,7 +326,7 @@ class NameVerbs(Opened):
         )  # fmt: skip
         return push(self._handle, request)
 
-    @translates_memory_errors
+    @reported
     def fetch(
         self,
         remote: str | PathLike[str] | None = None,
@@ -371,7 +371,7 @@ class NameVerbs(Opened):
         )  # fmt: skip
         return fetch(self._handle, request)
 
-    @translates_memory_errors
+    @reported
     def pull(
         self,
         remote: str | PathLike[str] | None = None,
@@ -407,7 +407,7 @@ class NameVerbs(Opened):
         request = FetchRequest(remote, (), tags, False, dry_run, max_bandwidth, shown(progress))
         return pull(self._handle, request, branch=branch, rebase=rebase)
 
-    @translates_memory_errors
+    @reported
     def create_bundle(
         self, path: str | PathLike[str], refs: str | Sequence[str] = (), *, since: Revision | Sequence[Revision] = (),
         force: bool = False, progress: Progress | bool = False,
@@ -428,7 +428,7 @@ class NameVerbs(Opened):
         known, told = revision_texts(since), shown(progress)
         return create_bundle(self._handle, path, texts("refs", refs), since=known, force=force, progress=told)
 
-    @translates_memory_errors
+    @reported
     def unbundle(
         self, path: str | PathLike[str], *, remote: str | None = None, dry_run: bool = False,
         progress: Progress | bool = False,
@@ -447,7 +447,7 @@ class NameVerbs(Opened):
 
         return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def verify_bundle(self, path: str | PathLike[str], *, progress: Progress | bool = False) -> BundleInfo:
         """Read and hash every byte of a bundle, and see that it can be taken here.
 
@@ -458,7 +458,7 @@ class NameVerbs(Opened):
 
         return verify_bundle(self._handle, path, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def push_pending(
         self, remote: str, *, max_bandwidth: float | None = None, progress: Progress | bool = False
     ) -> list[SyncReport]:

@@ -14,7 +14,8 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import ProcessGroup, check_flags, check_real, check_whole, optional_flag, texts
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
-from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
+from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.events import load_handlers, reported
 from cas_ckpt.held_signals import Turn
 from cas_ckpt.ops.commit.options import CommitOptions
 from cas_ckpt.parallel.peers import SOLO, Call, Peers, collective_errors, compare_calls
@@ -182,6 +183,8 @@ class Opened(Uncopied):
         if "torch" in sys.modules:  # who trains opens once, and is not to wait for modules in the first commit
             import cas_ckpt.training.verbs  # noqa: F401
 
+            load_handlers()
+
     @classmethod
     def init(
         cls,
@@ -308,7 +311,7 @@ class Opened(Uncopied):
         return cls(handle, ranks, commit_options)
 
     @classmethod
-    @translates_memory_errors
+    @reported
     def clone(
         cls,
         url: str | PathLike[str],

@@ -21,7 +21,8 @@ from cas_ckpt.arguments import (
     check_path,
     one_text,
 )
-from cas_ckpt.errors import InvalidInputError, shown_value, translates_memory_errors
+from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.events import reported
 from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.commits import CommitVerbs
@@ -60,7 +61,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
     Use it as a context manager, or call `close`.
     """
 
-    @translates_memory_errors
+    @reported
     def commit(
         self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
         metrics: Mapping[str, float] | None = None, branch: str | None = None, meta: Any = None, frozen: Keys = None,
@@ -112,7 +113,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
                 push()
             return made
 
-    @translates_memory_errors
+    @reported
     def commit_async(
         self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
         metrics: Mapping[str, float] | None = None, branch: str | None = None, meta: Any = None, frozen: Keys = None,
@@ -188,7 +189,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
         pushes = self._pushes = self._pushes or BackgroundPushes(self._handle)
         return partial(pushes.wake, push_to)
 
-    @translates_memory_errors
+    @reported
     def checkout(
         self,
         ref: Revision = "HEAD",
@@ -234,7 +235,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
                 peers=self._ranks.peers, progress=shown(progress), trust=given_trust(trust),
             )  # fmt: skip
 
-    @translates_memory_errors
+    @reported
     def load(
         self,
         ref: Revision = "HEAD",
@@ -272,7 +273,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
             trust=given_trust(trust),
         )  # fmt: skip
 
-    @translates_memory_errors
+    @reported
     def read(
         self, ref: Revision, key: str, region: Region | None = None, *, allow_pickle: bool = False,
         trust: Trusted | None = None, progress: Progress | bool = False,
@@ -310,7 +311,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
 
         return latest_of(self._handle, branch)
 
-    @translates_memory_errors
+    @reported
     def import_file(
         self, path: str | PathLike[str], *, message: str | None = None, step: int | None = None,
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
@@ -359,7 +360,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
                 keep_names=reading.keep_names, progress=shown(progress),
             )  # fmt: skip
 
-    @translates_memory_errors
+    @reported
     def export(
         self, ref: Revision, path: str | PathLike[str], *, format: ExportFormat | None = None,  # noqa: A002
         max_shard_bytes: int | None = None, keys: Keys = None, adapter: str | None = None, force: bool = False,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cas_ckpt.arguments import Keys, RepairKind, UsageBy, check_flags, check_limit, optional_flag, texts
-from cas_ckpt.errors import translates_memory_errors
+from cas_ckpt.events import reported
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.opened import Opened
 
@@ -33,14 +33,14 @@ class UpkeepVerbs(Opened):
 
         return repository_status(self._handle)
 
-    @translates_memory_errors
+    @reported
     def stats(self) -> RepositoryStats:
         """The whole repository in numbers."""
         from cas_ckpt.ops.history.usage import repository_stats
 
         return repository_stats(self._handle)
 
-    @translates_memory_errors
+    @reported
     def monthly_cost(
         self,
         *,
@@ -66,14 +66,14 @@ class UpkeepVerbs(Opened):
         rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days)
         return plan_month(run_facts(self._handle), rates)
 
-    @translates_memory_errors
+    @reported
     def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
         """Bytes that one commit holds, added, and has for itself alone."""
         from cas_ckpt.ops.history.usage import commit_stats
 
         return commit_stats(self._handle, ref)
 
-    @translates_memory_errors
+    @reported
     def du(
         self, by: UsageBy = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None,
         with_remotes: bool = False,
@@ -94,7 +94,7 @@ class UpkeepVerbs(Opened):
             self._handle, by, revision=ref, keys=keys, limit=check_limit(limit), with_remotes=with_remotes
         )
 
-    @translates_memory_errors
+    @reported
     def unique(self, name: str = "HEAD", *, with_remotes: bool = False) -> Freed:
         """Bytes that only this branch, tag or pin leads to; remote-tracking branches (`origin/main`) do not count.
 
@@ -106,7 +106,7 @@ class UpkeepVerbs(Opened):
 
         return unique_to(self._handle, name, with_remotes=with_remotes)
 
-    @translates_memory_errors
+    @reported
     def freed(self, *refs: Revision) -> Freed:
         """Bytes that forgetting these commits would free at the next collection; nothing is changed.
 
@@ -116,7 +116,7 @@ class UpkeepVerbs(Opened):
 
         return freed_by(self._handle, refs)
 
-    @translates_memory_errors
+    @reported
     def forget(
         self,
         policy: Policy | None = None,
@@ -156,7 +156,7 @@ class UpkeepVerbs(Opened):
             dry_run=dry_run, gc=gc, verify_tier=verify_tier, progress=shown(progress),
         )  # fmt: skip
 
-    @translates_memory_errors
+    @reported
     def apply_policy(
         self, *, branches: str | Sequence[str] = (), dry_run: bool = False, gc: bool = False,
         verify_tier: bool = False, progress: Progress | bool = False,
@@ -200,7 +200,7 @@ class UpkeepVerbs(Opened):
 
         return clear_policy(self._handle, branch=branch)
 
-    @translates_memory_errors
+    @reported
     def gc(
         self,
         *,
@@ -244,7 +244,7 @@ class UpkeepVerbs(Opened):
         options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, many_small=many, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def repack(
         self, *, max_repack_bytes: int | None = None, shard: str | None = None, dry_run: bool = False,
         progress: Progress | bool = False,
@@ -262,7 +262,7 @@ class UpkeepVerbs(Opened):
         options = replace(REPACK, max_repack_bytes=max_repack_bytes, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def fsck(
         self,
         *,
@@ -295,7 +295,7 @@ class UpkeepVerbs(Opened):
         data = DataOptions(part, max_duration_s, max_age_s, shard=own) if wanted else None
         return check_open(self._handle, data, remote=remote, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def repair(
         self,
         *what: RepairKind,
@@ -324,7 +324,7 @@ class UpkeepVerbs(Opened):
         request = RepairRequest(what, texts("sources", sources), moved, read_data, dry_run)
         return repair_open(self._handle, request, progress=shown(progress))
 
-    @translates_memory_errors
+    @reported
     def rebuild_index(self, *, progress: Progress | bool = False) -> RebuildReport:
         """Make the index anew from the packs; nothing else is touched, and nothing can be lost.
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, unquote_to_bytes, urlencode, urlsplit
 
@@ -196,6 +195,8 @@ def _opener_of_package(scheme: str, shown: str) -> Callable[[str], Store]:
     Raises:
         InvalidInputError: no package has that scheme, or several have, or it cannot be imported.
     """
+    from importlib.metadata import entry_points  # takes 15 ms
+
     found = entry_points(group=STORES, name=scheme)
     if not found:
         known = ", ".join(f"{each}://" for each in (*SCHEMES, *sorted(entry_points(group=STORES).names)))

@@ -288,10 +288,10 @@ def test_a_repository_that_is_only_read_is_not_written(tmp_path: Path, index: st
 def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
-        "CheckoutReport", "CommitInfo", "CommitOptions", "CommitStats", "Head", "ImportInfo", "ImportOptions",
+        "CheckoutReport", "CommitInfo", "CommitOptions", "CommitStats", "Event", "Head", "ImportInfo", "ImportOptions",
         "LeftOut", "Lineage", "Named", "PendingCommit", "PerRank",
         "Policy", "RNGState", "Repository", "RetentionHook", "StateDict", "Trust", "__version__",
-        "limits", "register_type", "trusted_hosts",
+        "limits", "on_event", "register_type", "trusted_hosts",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)
