@@ -4,6 +4,7 @@
     hf_files.py      commits of the callback in Trainer's own files; `write_checkpoint`
     accelerate.py    `state`, what a loop of one's own commits; `commit_saves` for save_state and load_state
     data.py          `ElasticLoader`, batches that any number of data parallel ranks go on with
+    torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.
