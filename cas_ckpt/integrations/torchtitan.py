@@ -80,7 +80,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         """Where commits go and where training resumes from; if empty, the default branch."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Commit at once; or behind the training, copied at the call; or copied up to the next optimizer step."""
+        """Commit at once; or in the background: then training waits until the state is copied, in pinned memory."""
 
         on_save_error: Literal["warn", "raise"] = "warn"
         """What a save fails of is logged as an error and training goes on; or it ends the training."""
@@ -108,7 +108,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         """Open the repository, which all ranks do together; torchtitan gives the arguments.
 
         Raises:
-            InvalidInputError: `exclude_from_loading` names what is not there.
+            InvalidInputError: `exclude_from_loading` names what is not there, or there are no names of Hugging Face.
             CkptError: the repository cannot be opened; see `Repository.open`.
         """
         self.enable = config.enable
@@ -120,6 +120,8 @@ class CasCheckpointManager(BaseCheckpointManager):
         unknown = [name for name in config.exclude_from_loading if name not in states]
         if unknown:
             raise InvalidInputError(f"exclude_from_loading has {unknown}: there are {sorted(states)}")
+        if config.last_save_in_hf and sd_adapter is None:
+            raise InvalidInputError("last_save_in_hf: torchtitan has no names of Hugging Face for this model")
         self.states = states
         self.last_commit: CommitInfo | None = None
         self.last_error: CkptError | None = None
@@ -146,6 +148,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         """
         found: tuple[str, int | None, bool] | None = _of_rank_0(lambda: self._find(step))
         if found is None:
+            _LOGGER.info("no commit on %s of %s yet: torchtitan looks for files", self._branch, self.repository.url)
             return bool(self._own_manager().load())
         commit, saved_step, is_newest = found
         names = [name for name in self.states if name not in self._config.exclude_from_loading]
@@ -178,20 +181,16 @@ class CasCheckpointManager(BaseCheckpointManager):
             "step": curr_step, "branch": self._branch, "meta": {MARK: ONLY_MODEL if only_model else FULL},
             "options": self._options(),
         }  # fmt: skip
-        mode = AsyncMode.DISABLED if last_step else AsyncMode(config.async_mode)
+        at_once = last_step or config.async_mode == AsyncMode.DISABLED.value
+        commit = self.repository.commit if at_once else self.repository.commit_async
+        succeeded = self._attempt(lambda: commit(state, **said))
         if only_model and config.last_save_in_hf:
-            self._own_manager().dcp_save(
-                dict(state[MODEL]), f"{self._own_manager().folder}/step-{curr_step}", mode, to_hf=True
-            )
-        if mode == AsyncMode.DISABLED:
-            return self._attempt(lambda: self.repository.commit(state, **said))
-        snapshot: Literal["copy", "lazy"] = "copy" if mode == AsyncMode.ASYNC else "lazy"
-        return self._attempt(lambda: self.repository.commit_async(state, snapshot=snapshot, **said))
+            own = self._own_manager()
+            own.dcp_save(state[MODEL], f"{own.folder}/step-{curr_step}", AsyncMode.DISABLED, to_hf=True)
+        return succeeded
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return when the optimizer may step."""
-        if self.save_future is not None:
-            self.save_future.wait_staged()
+        """Nothing to wait for: `save` returns when the state is copied."""
 
     def _wait_for_saving(self) -> None:
         """Return when the commit in the background is made, or has failed."""
@@ -201,11 +200,10 @@ class CasCheckpointManager(BaseCheckpointManager):
 
     def _close(self) -> None:
         """Wait for the commit in the background, and close the repository."""
-        if hasattr(self, "repository"):
-            try:
-                self.maybe_wait_for_saving()
-            finally:
-                self.repository.close()
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            self.repository.close()
 
     # ------------------------------------------------------------ steps
 

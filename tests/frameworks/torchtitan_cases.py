@@ -6,7 +6,7 @@ Processes are forked from a server that has imported this module: see tests/proc
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import random
 import signal
@@ -21,27 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchtitan.tools.utils
-from torch.distributed.fsdp import FSDPModule
-
-_CPU = SimpleNamespace(
-    set_device=lambda device: None, current_device=lambda: 0, synchronize=lambda *_: None,
-    get_device_name=lambda device: "cpu", get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
-    reset_peak_memory_stats=lambda *_: None, empty_cache=lambda: None, memory_stats=lambda *_: defaultdict(int),
-    manual_seed=torch.manual_seed,
-)  # fmt: skip
-torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", _CPU  # before others import them
-
 import torchtitan.distributed.utils
+import torchtitan.tools.utils
 import torchtitan.trainer
-from torchtitan.components.checkpointer import BaseCheckpointManager
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import ConfigManager, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.common import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from cas_ckpt import CommitInfo, Repository
@@ -50,6 +42,16 @@ from tests import processes
 
 if __name__ not in processes.IMPORTED:
     processes.IMPORTED.append(__name__)
+_CPU = SimpleNamespace(
+    set_device=lambda device: None, current_device=lambda: 0, synchronize=lambda *_: None,
+    get_device_name=lambda device: "cpu", get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
+    reset_peak_memory_stats=lambda *_: None, empty_cache=lambda: None, memory_stats=lambda *_: defaultdict(int),
+    manual_seed=torch.manual_seed,
+)  # fmt: skip
+for _module in [module for name, module in sys.modules.items() if name.startswith("torchtitan")]:
+    for _name, _value in (("device_type", "cpu"), ("device_module", _CPU)):
+        if hasattr(_module, _name):
+            setattr(_module, _name, _value)
 torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None  # torch 2.13 has no set_timeout
 torchtitan.trainer.time.sleep = lambda seconds: None  # at the end of a training
 
@@ -149,7 +151,8 @@ def trainer_of(
     config = config or Trainer.Config(checkpoint=checkpoint or CasCheckpointManager.Config(**{**saving, **given}))
     trainer = for_cpus(config, folder, steps, **(parallel or {})).build()
     for part in trainer.model_parts:
-        part.tok_embeddings.register_forward_hook(lambda _, __, out: out + 0.1 * torch.rand_like(out))
+        if part.tok_embeddings is not None:  # stages of a pipeline after the first have none
+            part.tok_embeddings.register_forward_hook(lambda _, __, out: out + 0.1 * torch.rand_like(out))
     return trainer
 
 
@@ -172,9 +175,9 @@ class KillAt:
         sys.addaudithook(self.on_event)
 
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.path is not None and self.armed and event in ("open", "os.link", "os.rename"):
-            if any(self.path in str(arg) for arg in args):
-                os.kill(os.getpid(), signal.SIGKILL)
+        touches = self.path is not None and self.armed and event in ("open", "os.link", "os.rename")
+        if touches and any(str(self.path) in str(arg) for arg in args):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(
@@ -188,3 +191,89 @@ def train(
     trainer.close()
     with Repository.open(Path(folder) / "ckpts", group=None) as repository:
         return repository.log()
+
+
+def train_into_failure(folder: str, on_save_error: str, async_mode: str) -> tuple[Any, ...]:
+    """From step 4 on nothing can be committed: the last error, the last step that was committed, what was logged."""
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.ERROR:
+                told.append(record.getMessage())
+
+    logging.getLogger("cas_ckpt").addHandler(Listener())
+    trainer = trainer_of(Path(folder), on_save_error=on_save_error, async_mode=async_mode)
+    manager = trainer.checkpointer
+    save: Callable[..., bool] = manager.save
+
+    def watched(step: int, last_step: bool = False) -> bool:
+        if step == 4:
+            manager.maybe_wait_for_saving()
+            manager.repository.close()
+            manager.repository = Repository.open(Path(folder) / "ckpts", read_only=True)
+        return save(step, last_step=last_step)
+
+    manager.save = watched
+    trainer.train()
+    trainer.close()
+    return type(manager.last_error).__name__, manager.last_commit.step, trainer.step, told
+
+
+def load_and_look(folder: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Load as training does, and go no further: whether there was something, and what the training has then."""
+    trainer = trainer_of(Path(folder), **given)
+    manager = trainer.checkpointer
+    rng = torch.get_rng_state()
+    found = manager.load(trainer.config.checkpoint.load_step)
+    weights = {name: value for part in trainer.model_parts for name, value in part.state_dict().items()}
+    weights = {name: getattr(value, "full_tensor", value.clone)() for name, value in weights.items()}
+    kept_rng = torch.equal(rng, torch.get_rng_state())
+    next(iter(trainer.dataloader))
+    at = trainer.dataloader.dataset.at
+    trainer.close()
+    return found, trainer.step, trainer.lr_schedulers.schedulers[0].last_epoch, at, kept_rng, weights
+
+
+def save_once(folder: str, step: int, last_step: bool, given: dict[str, Any]) -> bool:
+    """Save what was not trained yet, as `create_seed_checkpoint` does for step 0."""
+    trainer = trainer_of(Path(folder), **given)
+    trainer.step = step
+    saved: bool = trainer.checkpointer.save(step, last_step=last_step)
+    trainer.close()
+    return saved
+
+
+def train_by_files(folder: str, steps: int) -> None:
+    """By torchtitan's own manager of checkpoints."""
+    own = CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)
+    trainer = trainer_of(Path(folder), steps=steps, checkpoint=own)
+    trainer.train()
+    trainer.close()
+
+
+def errors_of(folder: str, *each: dict[str, Any]) -> list[tuple[str, str]]:
+    """Class and message of what making a Trainer and loading raises, with each of the settings."""
+    return [_error_of(folder, given) for given in each]
+
+
+def _error_of(folder: str, given: dict[str, Any]) -> tuple[str, str]:
+    try:
+        trainer = trainer_of(Path(folder), **given)
+        trainer.checkpointer.load(trainer.config.checkpoint.load_step)
+    except Exception as error:  # noqa: BLE001 - whatever a user would see
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def parse(arguments: list[str]) -> BaseCheckpointManager.Config:
+    """The settings of checkpoints that torchtitan makes of a command line."""
+    found: BaseCheckpointManager.Config = ConfigManager().parse_args(arguments).checkpoint
+    return found
+
+
+def llama3_committed() -> Trainer.Config:
+    """A configuration that a command line names."""
+    config = llama3_debugmodel()
+    config.checkpoint = CasCheckpointManager.Config(enable=True, repository="runs/ckpts", interval=3)
+    return config
