@@ -247,7 +247,7 @@ def test_settings_come_from_the_command_line(tmp_path: Path) -> None:
     named = ["--module", "tests.frameworks.torchtitan_cases", "--config", "llama3_committed"]
     parsed = cases.parse([*named, "--checkpoint.repository", "s3://bucket/run", "--checkpoint.keep_latest_k", "3"])
     assert isinstance(parsed, cases.CasCheckpointManager.Config)
-    assert (parsed.repository, parsed.keep_latest_k, parsed.interval) == ("s3://bucket/run", 3, 3)
+    assert (parsed.repository, parsed.keep_latest_k, parsed.interval) == ("s3://bucket/run", 3, 100)
 
 
 # ------------------------------------------------------------ failures
@@ -272,7 +272,7 @@ MISUSE = [
     ({"on_save_error": "ignore"}, "InvalidInputError", 'wanted "warn" or "raise"'),
     ({"async_mode": "sometimes"}, "InvalidInputError", "wanted one of"),
     ({"exclude_from_loading": ["loader"]}, "InvalidInputError", "there are ['dataloader',"),
-    ({"load_only": True}, "NoRepositoryError", "no repository"),
+    ({"load_only": True}, "NoRepositoryError", "holds no cas_ckpt repository"),
     ({"load_step": 3}, "NotFoundError", "has the steps []"),
 ]
 """Settings, and the error that says what is wrong with them."""

@@ -33,12 +33,12 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.common import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.integrations.torchtitan import CasCheckpointManager
 from tests import processes
+from tests.frameworks.programs import program
 
 if __name__ not in processes.IMPORTED:
     processes.IMPORTED.append(__name__)
@@ -272,8 +272,4 @@ def parse(arguments: list[str]) -> BaseCheckpointManager.Config:
     return found
 
 
-def llama3_committed() -> Trainer.Config:
-    """A configuration that a command line names."""
-    config = llama3_debugmodel()
-    config.checkpoint = CasCheckpointManager.Config(enable=True, repository="runs/ckpts", interval=3)
-    return config
+exec(program("torchtitan"))  # llama3_committed, a configuration that a command line names
