@@ -190,8 +190,8 @@ class Rule:
 MAY_START_THREADS = ("parallel", "testing", "storage/object_parts.py")
 
 RULES = (
-    Rule("only training, dcp, formats and integrations import torch", imports_of("torch"),
-         "def f():\n    from torch import nn", ("training", "dcp", "formats", "integrations")),
+    Rule("only training, dcp, formats and adapters import torch", imports_of("torch"),
+         "def f():\n    from torch import nn", ("training", "dcp", "formats", "integrations", "torchsnapshot")),
     Rule("only index imports sqlalchemy", imports_of("sqlalchemy", "alembic"), "import sqlalchemy.orm", ("index",)),
     Rule("ssh-keygen does what is done with keys", imports_of("cryptography", "bcrypt"), "import cryptography.x509"),
     Rule("only stores import cloud SDKs", imports_of(*CLOUD_SDKS), "import boto3", ("storage",)),

@@ -1,0 +1,237 @@
+"""From the path of a snapshot to the repository that holds it, and its tag there.
+
+    runs/a/step-10              the snapshot: a folder with one small file, `.snapshot_metadata`
+    runs/a/.cas_ckpt            the repository of all snapshots in runs/a; the tag is "step-10"
+    s3://bucket/a/step-10       likewise: s3://bucket/a/.cas_ckpt, the tag "step-10"; there is no file
+
+The repository of a new snapshot in a folder, by the first of these that holds:
+
+    1. the one that storage_options={"repository": ...} names
+    2. the one that the snapshot at this path is in already
+    3. the nearest `.cas_ckpt` beside it or further up: make one by hand where several folders are to share
+    4. a new `.cas_ckpt` beside it; inside of it, where everybody may write beside it (/tmp), or this process may not
+
+Everybody's folders do not count on the way up either: what somebody else put there is not ours to use.
+
+The file names the repository and the tag, so that `os.path.exists` says whether a snapshot is there, and a folder that
+is moved or renamed with its repository still is a snapshot. It is written after the tag: where it is, the snapshot is
+whole.
+
+Invariant: the same path gives the same tag, and two paths never share one; a tag is taken for what is in the
+repository, never believed of the file. Must not know states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from cas_ckpt.errors import InvalidInputError, StorageError
+from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
+
+FILE_NAME = ".snapshot_metadata"
+"""As torchsnapshot calls the file that it writes last."""
+
+FOLDER_NAME = ".cas_ckpt"
+
+_OWN_OPTIONS = ("repository", "index_url", "cache", "timeout_s", "allow_pickle")
+_PLAIN_PART = re.compile(r"[A-Za-z0-9_](?!.*\.\.)[A-Za-z0-9._-]*(?<!\.)(?<!\.ref)(?<!\.lock)")
+_WHOLE_ID = re.compile(r"[0-9a-fA-F]{64}")
+_MOST_CHARS = 120
+_TAKEN = ("main", "HEAD", "refs", "odd")
+"""First parts of tags that mean something else."""
+
+RUN = "run-"
+"""How branches begin that snapshots go to; no tag does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a snapshot is.
+
+    Attributes:
+        path: As it was given, without "fs://".
+        repository: Path or URL.
+        tag: Of the snapshot's commit in it.
+        options: Arguments of `Repository.open`.
+        allow_pickle: Values that cannot be expressed otherwise are pickled, and unpickled.
+    """
+
+    path: str
+    repository: str
+    tag: str
+    options: Mapping[str, Any]
+    allow_pickle: bool = False
+
+    @property
+    def file(self) -> Path | None:
+        """The file in the snapshot's folder; None: it is no folder of this computer."""
+        return None if "://" in self.path else Path(self.path) / FILE_NAME
+
+
+def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Place:
+    """Where the snapshot at `path` is, or would be taken to.
+
+    Raises:
+        InvalidInputError: no path, or options that are not known.
+        NotInSnapshotError: torchsnapshot itself wrote the snapshot there.
+    """
+    text = _text(path)
+    options = dict(storage_options or {})
+    own = {name: options.pop(name) for name in _OWN_OPTIONS if name in options}
+    allow_pickle = bool(own.pop("allow_pickle", False))
+    if "://" in text:
+        repository, tag = _in_url(text, own.pop("repository", None), options)
+    else:
+        if options:
+            raise InvalidInputError(
+                f"storage_options has {next(iter(options))!r}; known for folders are {', '.join(_OWN_OPTIONS)}"
+            )
+        repository, tag = _in_folder(Path(os.path.abspath(text)), own.pop("repository", None))
+    return Place(text, repository, tag, own, allow_pickle)
+
+
+def write_file(place: Place) -> None:
+    """Let the snapshot's folder say where its content is; durable when this returns.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    file = place.file
+    if file is None:
+        return
+    folder = Path(os.path.abspath(file.parent))
+    named = place.repository if "://" in place.repository else os.path.relpath(place.repository, folder)
+    record = {"version": "cas_ckpt", "repository": named, "tag": place.tag, "manifest": {}}
+    data = json.dumps(record, indent=2).encode()
+    temporary = folder / f"{FILE_NAME}.{os.getpid()}.tmp"
+    try:
+        if file.exists() and file.read_bytes() == data:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+        _sync(folder)
+        _sync(folder.parent)
+    except OSError as error:
+        raise StorageError(f"{file} cannot be written: {error}; the snapshot is the tag {place.tag!r} all the same, in "
+                           f"{place.repository}") from error  # fmt: skip
+
+
+def _sync(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidInputError(f"path is {path!r:.80}: give the path or URL of a snapshot as text")
+    return text.removeprefix("fs://")
+
+
+def _in_url(url: str, repository: Any, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The repository and the tag of a snapshot at a URL; `settings` go into the repository's URL."""
+    address, _, query = url.partition("?")
+    above, _, name = address.rstrip("/").rpartition("/")
+    if not name or above.endswith("/"):
+        raise InvalidInputError(f"{address!r:.200}: a snapshot has a name behind the bucket: give scheme://bucket/name")
+    if repository is not None:
+        return _repository(repository), tag_of(address.partition("://")[2].strip("/"))
+    query = "&".join(
+        part for part in (query, urlencode({name: str(value) for name, value in settings.items()})) if part
+    )
+    return f"{above}/{FOLDER_NAME}" + (f"?{query}" if query else ""), tag_of(name)
+
+
+def _in_folder(path: Path, repository: Any) -> tuple[str, str]:
+    """The repository and the tag of a snapshot in a folder."""
+    if repository is not None:
+        named = _repository(repository)
+        beside = None if "://" in named else Path(os.path.abspath(named)).parent
+        inside = beside is not None and beside in path.parents
+        return named, tag_of(path.relative_to(beside).as_posix() if inside and beside else path.as_posix().strip("/"))
+    found = _noted(path)
+    if found is not None:
+        return found
+    if (path / FOLDER_NAME).is_dir():
+        return str(path / FOLDER_NAME), tag_of(path.name or "snapshot")
+    for above in path.parents:
+        if (above / FOLDER_NAME).is_dir() and not _is_everybodys(above):
+            return str(above / FOLDER_NAME), tag_of(path.relative_to(above).as_posix())
+    beside = path.parent
+    is_ours = beside != path and beside.parent != beside and not _is_everybodys(beside) and _may_write(beside)
+    return str((beside if is_ours else path) / FOLDER_NAME), tag_of(path.name or "snapshot")
+
+
+def _noted(path: Path) -> tuple[str, str] | None:
+    """What the file in the folder says; None: there is none.
+
+    Raises:
+        NotInSnapshotError: it is one of torchsnapshot.
+    """
+    file = path / FILE_NAME
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(1 << 16)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error}") from error
+    try:
+        record = json.loads(data)
+        named, tag = record["repository"], record["tag"]
+        if type(named) is not str or type(tag) is not str:
+            raise TypeError("names that are no text")
+    except (ValueError, TypeError, KeyError) as error:
+        raise NotInSnapshotError(
+            f"{file} was written by torchsnapshot, or is damaged: import it once, "
+            f"repo.import_file({str(path)!r}), and check the commit out; or take the snapshot to another path"
+        ) from error
+    return (named if "://" in named else os.path.normpath(path / named)), tag
+
+
+def _repository(named: Any) -> str:
+    if not isinstance(named, str | os.PathLike) or not os.fspath(named):
+        raise InvalidInputError(f"storage_options['repository'] is {named!r:.80}: give a path or a URL")
+    text = os.fsdecode(named)
+    return text if "://" in text else os.path.abspath(text)
+
+
+def _is_everybodys(folder: Path) -> bool:
+    """Whether everybody may write into it."""
+    try:
+        return bool(folder.stat().st_mode & stat.S_IWOTH)
+    except OSError:
+        return False
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether this process may make something in it; it may have to be made, too."""
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def tag_of(name: str) -> str:
+    """The tag of a snapshot with this name; that of another name is another one."""
+    parts = name.split("/")
+    is_plain = len(name) <= _MOST_CHARS and all(map(_PLAIN_PART.fullmatch, parts))
+    if is_plain and parts[0] not in _TAKEN and not name.startswith(RUN) and not _WHOLE_ID.fullmatch(name):
+        return name
+    shown = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[-40:].strip("-")
+    return f"odd/{shown or 'snapshot'}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
