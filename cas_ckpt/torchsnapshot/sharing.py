@@ -74,12 +74,12 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
 
 def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The path and value of all that is no container, or an empty one."""
-    stack = [(encoded(key), value) for key, value in reversed(state.items())]
+    stack = [(encoded(key), value) for key, value in reversed([*state.items()])]
     while stack:
         path, value = stack.pop()
         children = _children(value)
         if children:
-            stack += [(f"{path}/{encoded(name)}", child) for name, child in reversed(children.items())]
+            stack += [(f"{path}/{encoded(name)}", child) for name, child in reversed([*children.items()])]
         else:
             yield path, value
 
@@ -87,9 +87,8 @@ def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def replicated_paths(state: Mapping[str, Any], globs: Collection[str]) -> list[str]:
     """Paths of what matches one of `globs` here, without what is sharded."""
     found = leaves(state) if globs else ()
-    return [
-        path for path, value in found if not is_sharded(value) and any(fnmatch.fnmatch(path, glob) for glob in globs)
-    ]
+    paths = (path for path, value in found if not is_sharded(value))
+    return [path for path in paths if any(fnmatch.fnmatch(path, glob) for glob in globs)]
 
 
 def sharded_paths(state: Mapping[str, Any]) -> list[str]:

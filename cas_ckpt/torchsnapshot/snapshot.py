@@ -100,7 +100,7 @@ class Snapshot:
             path: Where; if the ranks differ, that of rank 0 counts.
             app_state: Names to objects with `state_dict` and `load_state_dict`.
             replicated: Globs of paths ("model/**") of what is the same on all ranks: stored once, and restored by any
-                number of ranks. What differs is an error. The parameters of DistributedDataParallel count by themselves.
+                number of ranks. What differs is an error. DistributedDataParallel counts by itself.
         Raises:
             NotStatefulError: an object is none. PeerError: another rank failed, or holds something else under a path
             that is replicated. UnsupportedValueError: a value that only pickle could store.
@@ -108,7 +108,7 @@ class Snapshot:
         taking = _Taking(path, app_state, pg, replicated or (), storage_options, _custom_tensor_prepare_func)
         made = taking.opened.repo.commit(taking.state, **taking.how)
         taking.ranks.gather(lambda: taking.name(made))
-        return taking.snapshot(cls, made)
+        return cls._taken(taking, made)
 
     @classmethod
     def async_take(
@@ -172,7 +172,7 @@ class Snapshot:
                 allow_pickle=place.allow_pickle,
             )
             opened.branch = None
-        for key, each in planned.items():
+        for each in planned.values():
             if each.left:
                 _LOGGER.warning("%s: it stays as it is", each.left)
         later = [(app_state[key], each.later) for key, each in planned.items() if each.later is not None]
@@ -232,6 +232,13 @@ class Snapshot:
         state: dict[str, Any] = self._looked_into().state_of(key, Ranks(self.pg).rank)
         return state
 
+    @classmethod
+    def _taken(cls, taking: _Taking, made: CommitInfo) -> Self:
+        """The snapshot that a commit is."""
+        snapshot = cls(taking.place.path, taking.pg, taking.storage_options)
+        snapshot._place, snapshot._commit = taking.place, made.id
+        return snapshot
+
     def _where(self) -> Place:
         if self._place is None:
             self._place = place_of(self.path, self._storage_options)
@@ -284,7 +291,7 @@ class PendingSnapshot:
         self._ended.wait()
         if self._error is not None:
             raise PendingSnapshotError(f"{self.path}: the snapshot was not taken: {self._error}") from self._error
-        return self._taking.snapshot(self._kind, self._pending.result())
+        return self._kind._taken(self._taking, self._pending.result())
 
     def done(self) -> bool:
         """Whether it has ended: taken, or failed."""
@@ -296,7 +303,7 @@ class PendingSnapshot:
             self._error = pending.exception()
             if self._error is None:
                 self._taking.name(pending.result())
-        except Exception as error:  # `wait` raises it
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
             _LOGGER.error("%s: the snapshot was not taken: %s", self.path, error)  # noqa: TRY400
         finally:
@@ -366,12 +373,6 @@ class _Taking:
         if self.ranks.rank == 0:
             self.opened.repo.tag(self.place.tag, made, force=True)
             write_file(self.place)
-
-    def snapshot(self, kind: type[Any], made: CommitInfo) -> Any:
-        """The snapshot that was taken."""
-        snapshot = kind(self.place.path, self.pg, self.storage_options)
-        snapshot._place, snapshot._commit = self.place, made.id
-        return snapshot
 
 
 def _captured(app_state: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -100,9 +100,8 @@ def plan_object(stateful: Any, key: str, contents: Contents, *, rank: int, world
         own = dict(_per_rank(node))
         target = _checked_out(stateful, node, [*own], strict=strict)
         if own and not is_same:
-            target.given = {
-                path: contents.read(each.children[rank]) for path, each in own.items() if rank in each.children
-            }
+            there = {path: each.children[rank] for path, each in own.items() if rank in each.children}
+            target.given = {path: contents.read(each) for path, each in there.items()}
         return Planned(target)
     if is_same and rank in node.children:
         is_rng = isinstance(stateful, RNGState)  # which is per rank by itself
@@ -143,10 +142,8 @@ def _template(stateful: Any, node: Node, *, strict: bool) -> Any:
     if not isinstance(state, Mapping):
         return state
     if isinstance(stateful, torch.nn.Module) and strict:
-        missing, unexpected = (
-            sorted(state.keys() - node.children.keys()),
-            sorted(map(str, node.children - state.keys())),
-        )
+        missing = sorted(state.keys() - node.children.keys())
+        unexpected = sorted(map(str, node.children.keys() - state.keys()))
         if missing or unexpected:
             raise MismatchError(
                 f"{node.key}: the module and the snapshot do not agree; nothing was touched. Only the module has "
