@@ -125,8 +125,11 @@ def branch_for(opened: Opened) -> str:
     if opened.branch is not None:
         return opened.branch
     head = opened.repo.head
+    if head.branch is not None and head.commit is not None:
+        return head.branch
     if head.commit is not None:
-        return head.branch or f"{RUN}{secrets.token_hex(4)}"
+        ends = [name for name, commit in opened.repo.branches().items() if commit == head.commit]
+        return next(iter(ends), f"{RUN}{secrets.token_hex(4)}")
     is_empty = opened.repo.latest(opened.repo.default_branch) is None
     return opened.repo.default_branch if is_empty else f"{RUN}{secrets.token_hex(4)}"
 

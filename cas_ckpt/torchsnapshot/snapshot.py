@@ -340,10 +340,11 @@ class _Taking:
         branch = ranks.from_first(lambda: branch_for(self.opened))
         self.opened.branch = branch
         self.state = state
+        begins = self.opened.repo.head.commit is None  # then nothing is known that it could follow
         self.how: dict[str, Any] = {
             "branch": branch,
             "message": f"snapshot {place.tag}",
-            "options": CommitOptions(orphan=True, create=True, allow_pickle=place.allow_pickle),
+            "options": CommitOptions(orphan=begins, create=True, allow_pickle=place.allow_pickle),
         }
 
     def _agreed(self, app_state: Mapping[str, Stateful], globs: set[str], prepare: Prepare | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Objects that are to be restored, as a checkout takes them.
 
-    a module, an optimizer              itself, if the names in its state dict are those that a commit of it has
+    a module, an optimizer, RNGState    itself, if the names in its state dict are those that a commit of it has
     a module in a wrapper, a scheduler,   a `Target`: it is given all that the snapshot has for it, as torchsnapshot
     a StateDict, any other object         does it; a wrapped module's names must agree, unless not strict
     what each rank has for itself       the rank's own. Taken by another number of ranks: it is read beforehand, and
@@ -117,7 +117,7 @@ def plan_object(stateful: Any, key: str, contents: Contents, *, rank: int, world
 
 def _checked_out(stateful: Any, node: Node, own: Sequence[tuple[Name, ...]], *, strict: bool) -> Any:
     """The object itself, if a checkout finds in it the names that the snapshot has; else a `Target`."""
-    if isinstance(stateful, torch.optim.Optimizer) and not own:
+    if isinstance(stateful, torch.optim.Optimizer | RNGState) and not own:
         return stateful
     if isinstance(stateful, torch.nn.Module) and not own and not _is_wrapped(stateful):
         return stateful
