@@ -34,6 +34,9 @@ def take(folder: str) -> None:
     _replicated_and_own(folder, rank)
     _divided(folder, rank)
     _globs(folder, rank)
+    _fail(folder, rank)
+    _overlap(folder, rank)
+    _take_fsdp(folder)
     close_repositories()
 
 
@@ -68,8 +71,9 @@ def _replicated_and_own(folder: str, rank: int) -> None:
 def _divided(folder: str, rank: int) -> None:
     """Beside one another in one state dict: divided tensors, some with an empty part, and what each rank has."""
     state = StateDict(
-        table=table(), copy=table(Replicate()), narrow=distribute_tensor(WHOLE[:1].clone(), table().device_mesh, [Shard(0)]),
-        mine=rank, nested=[{"t": table(Shard(1)), "mine": torch.full((2,), float(rank))}],
+        table=table(), copy=table(Replicate()), mine=rank,
+        narrow=distribute_tensor(WHOLE[:1].clone(), table().device_mesh, [Shard(0)]),
+        nested=[{"t": table(Shard(1)), "mine": torch.full((2,), float(rank))}],
     )  # fmt: skip
     snapshot = Snapshot.take(os.path.join(folder, "divided"), {"state": state})
     other = StateDict(
@@ -114,7 +118,7 @@ def restore(folder: str) -> list[str]:
     """The snapshots of two ranks, by another number of ranks; what the log said."""
     told = _Told()
     logging.getLogger("cas_ckpt").addHandler(told)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     snapshot = Snapshot(os.path.join(folder, "own-0"))
     other = trained(2 + rank, steps=0)
     other["progress"], other["rng"] = StateDict(step=0), RNGState()
@@ -133,10 +137,9 @@ def restore(folder: str) -> list[str]:
     assert state["mine"] == (rank if rank < 2 else -1)
     mine = state["nested"][0].get("mine")
     assert mine is None if rank >= 2 else mine.eq(rank).all()
-    if size > 2:
-        path = os.path.join(folder, "one-model-each")
-        with pytest.raises(MismatchError if rank == 2 else PeerError, match="as many ranks"):
-            Snapshot(path).restore({"model": torch.nn.Linear(2, 2)})
+    with pytest.raises(MismatchError if rank == 2 else PeerError, match="as many ranks"):
+        Snapshot(os.path.join(folder, "one-model-each")).restore({"model": torch.nn.Linear(2, 2)})
+    _restore_fsdp(folder)
     return told.texts
 
 
@@ -149,9 +152,8 @@ class _Told(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def fail(folder: str) -> None:
+def _fail(folder: str, rank: int) -> None:
     """What one rank fails of is an error of all, at once; the snapshot that was there stays, and the next one works."""
-    rank = dist.get_rank()
     path = os.path.join(folder, "fails")
     good = {"state": StateDict(t=torch.ones(4))}
     Snapshot.take(path, good, replicated=["**"])
@@ -181,9 +183,8 @@ def fail(folder: str) -> None:
     Snapshot.take(os.path.join(folder, "one-model-each"), models)
 
 
-def overlap(folder: str) -> None:
+def _overlap(folder: str, rank: int) -> None:
     """Asynchronous snapshots to one path: each is of its own moment on all ranks, and the last one is there."""
-    rank = dist.get_rank()
     path = os.path.join(folder, "again")
     state = StateDict(t=torch.zeros(500_000))
     pending = []
@@ -199,7 +200,7 @@ def overlap(folder: str) -> None:
     assert Snapshot(path).read_object("1/state/t").eq(21).all()
 
 
-def take_fsdp(folder: str) -> None:
+def _take_fsdp(folder: str) -> None:
     """A model under fully_shard, trained, with its optimizer."""
     model, optim = _fsdp(1)
     model(torch.ones(4, 8)).sum().backward()
@@ -207,7 +208,7 @@ def take_fsdp(folder: str) -> None:
     Snapshot.take(os.path.join(folder, "fsdp"), {"model": model, "optim": optim}, replicated=["**"])
 
 
-def restore_fsdp(folder: str) -> None:
+def _restore_fsdp(folder: str) -> None:
     """In another number of ranks it goes on as one process does that never stopped."""
     plain = _model(1)
     adam = torch.optim.AdamW(plain.parameters(), lr=0.1)

@@ -111,7 +111,9 @@ def test_a_module_must_have_the_names_that_were_taken_unless_not_strict(tmp_path
             snapshot.restore({"model": wrap(longer)})
         assert same(before, [*longer.state_dict().values()])
         snapshot.restore({"model": wrap(longer)}, strict=False)
-        assert same(longer[0], taken[0]) and same(longer[1].state_dict(), dict(zip(("weight", "bias"), before[2:])))
+        assert same(longer[0], taken[0]) and same(
+            longer[1].state_dict(), dict(zip(("weight", "bias"), before[2:], strict=True))
+        )
 
 
 def test_names_are_those_of_the_state_dicts_wrappers_and_all(tmp_path: Path) -> None:
