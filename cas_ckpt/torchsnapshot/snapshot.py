@@ -146,7 +146,6 @@ class Snapshot:
         ranks = Ranks(self.pg)
 
         def plan() -> tuple[bool, list[str], bool]:
-            check_app_state(app_state)
             contents = self._looked_into()
             planned.update(
                 (key, plan_object(value, key, contents, rank=ranks.rank, world_size=ranks.size, strict=strict))
@@ -156,6 +155,7 @@ class Snapshot:
             return is_kept(self._where(), ranks), keys, _covers_more(contents, keys)
 
         planned: dict[str, Planned] = {}
+        self._agree(ranks, app_state)
         heard = ranks.gather(plan)
         contents, place = self._looked_into(), self._where()
         if not all(kept for kept, _, _ in heard):
@@ -238,6 +238,22 @@ class Snapshot:
         snapshot = cls(taking.place.path, taking.pg, taking.storage_options)
         snapshot._place, snapshot._commit = taking.place, made.id
         return snapshot
+
+    def _agree(self, ranks: Ranks, app_state: Mapping[str, Stateful]) -> None:
+        """Let all ranks mean the snapshot that rank 0 finds: they may have looked at different moments."""
+
+        def look() -> str | None:
+            check_app_state(app_state)
+            try:
+                return self._looked_into().commit if ranks.rank == 0 else None
+            except NotInSnapshotError:
+                return None
+
+        found = ranks.gather(look)[0]
+        if found is None:
+            raise _absent(self._where())
+        if found != self._commit:
+            self._commit, self._contents = found, None
 
     def _where(self) -> Place:
         if self._place is None:

@@ -36,6 +36,7 @@ def take(folder: str) -> None:
     _globs(folder, rank)
     _fail(folder, rank)
     _overlap(folder, rank)
+    _look_at_different_moments(folder, rank)
     _take_fsdp(folder)
     close_repositories()
 
@@ -66,6 +67,21 @@ def _replicated_and_own(folder: str, rank: int) -> None:
     assert snapshot.get_state_dict_for_key("progress")["step"] == 10 + rank
     with pytest.raises(RuntimeError):
         snapshot.read_object("2/progress/step")
+
+
+def _look_at_different_moments(folder: str, rank: int) -> None:
+    """One rank has looked into the path before it was taken again: all restore what rank 0 found."""
+    path, state = os.path.join(folder, "again"), StateDict(table=table(), step=1)
+    Snapshot.take(path, {"state": state}, replicated=["**"])
+    snapshot = Snapshot(path)
+    if rank == 1:
+        assert snapshot.read_object("1/state/step") == 1
+    dist.barrier()
+    state["step"] = 2
+    Snapshot.take(path, {"state": state}, replicated=["**"])
+    state["step"] = 3
+    snapshot.restore({"state": state})
+    assert state["step"] == 2 == snapshot.read_object(f"{rank}/state/step")
 
 
 def _divided(folder: str, rank: int) -> None:
