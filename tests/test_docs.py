@@ -254,14 +254,6 @@ with Repository.init("runs/ckpts") as repo:  # "The repository must exist"
 
 def train():  # as Accelerate saves
     dcp.save({"w": state["w"]}, checkpoint_id="outputs/step_5/pytorch_model_fsdp_0")
-
-class CheckpointIO: ...  # of Lightning, which is not installed here
-
-class ModelCheckpoint:
-    def __init__(self, dirpath): ...
-
-class Trainer:
-    def __init__(self, plugins, callbacks): self.plugins = plugins
 """
 AFTER_DCP = """
 with Repository.open("runs/ckpts") as repo:
@@ -275,21 +267,3 @@ def test_the_programs_of_the_page_on_dcp_run(tmp_path: Path) -> None:
     programs = blocks(ROOT / "docs" / "dcp.md", "python")
     assert len(programs) >= 3
     run(sys.executable, "-c", "\n".join([BEFORE_DCP, *programs, AFTER_DCP]), folder=tmp_path)
-
-
-def test_the_plugin_for_lightning_saves_loads_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By relative and absolute paths, as Trainer, `ckpt_path=` and ModelCheckpoint give them."""
-    program = next(text for text in blocks(ROOT / "docs" / "dcp.md", "python") if "CasCheckpointIO" in text)
-    names: dict[str, Any] = {"CheckpointIO": object, "Path": Path}
-    exec(program[: program.index("\nTrainer(")], names)
-    monkeypatch.chdir(tmp_path)
-    with cas_ckpt.Repository.init(tmp_path / "repo") as repo:
-        plugin = names["CasCheckpointIO"](repo, "outputs")
-        relative, absolute = Path("outputs/epoch=1.ckpt"), tmp_path / "outputs" / "epoch=2.ckpt"
-        for step, path in enumerate((relative, absolute)):
-            plugin.save_checkpoint({"global_step": step, "w": torch.full((3,), step)}, path)
-        for where in (None, "cpu", torch.device("cpu"), lambda storage, location: storage):
-            assert plugin.load_checkpoint(str(relative.absolute()), where)["w"].tolist() == [0, 0, 0]
-        assert plugin.load_checkpoint("outputs/epoch=2.ckpt", "meta")["w"].is_meta
-        plugin.remove_checkpoint(absolute)
-        assert list(repo.tags()) == ["epoch-1.ckpt"] and not absolute.exists()

@@ -4,11 +4,14 @@
     hf_files.py      commits of the callback in Trainer's own files; `write_checkpoint`
     accelerate.py    `state`, what a loop of one's own commits; `commit_saves` for save_state and load_state
     data.py          `ElasticLoader`, batches that any number of data parallel ranks go on with
+    lightning.py     `CasModelCheckpoint`, a callback of Lightning's Trainer
+    lightning_io.py  `CasCheckpointIO`, where Trainer and Fabric save
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.
-3. Commits and checkouts are collective: the hooks that call them run on all ranks.
+3. Commits and checkouts are collective: the hooks that call them run on all ranks. Where a framework gathers a state
+   and saves it on rank 0 alone, as Lightning does, rank 0 opens the repository for itself.
 4. A save that fails is an error in the log `cas_ckpt` and training goes on, unless `on_save_error="raise"`; the commit
    before it stays.
 
