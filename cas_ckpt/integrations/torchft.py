@@ -186,9 +186,7 @@ class CasTransport(CheckpointTransport[T]):
             if (local.shape, local.dtype) != (value.shape, value.dtype):
                 held, sent = ((tuple(each.shape), each.dtype) for each in (local, value))
                 raise MismatchError(f"{path}: this rank holds {held} of it, it was sent {sent}")
-            made = cast(
-                DTensor, torch.empty_like(found)
-            )  # not the live one: the forward of a replica that heals goes on meanwhile
+            made = cast(DTensor, torch.empty_like(found))  # a replica that heals goes on with the live one meanwhile
             made.to_local().copy_(value)
             return made
 
