@@ -7,6 +7,7 @@
     lightning.py     `CasModelCheckpoint`, a callback of Lightning's Trainer
     lightning_io.py  `CasCheckpointIO`, where Trainer and Fabric save
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
+    torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
     torchft.py       `CasTransport`: replicas heal from commits
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
