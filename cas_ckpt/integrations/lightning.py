@@ -26,6 +26,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from cas_ckpt import InvalidInputError, Repository, RNGState
 from cas_ckpt.integrations.lightning_io import METRICS, RNG, CasCheckpointIO
@@ -84,6 +85,7 @@ class CasModelCheckpoint(ModelCheckpoint):
             InvalidInputError: its strategy has files of its own, or another CheckpointIO is in the place.
         """
         super().setup(trainer, pl_module, stage)
+        self._rng, self._is_between_epochs = None, False
         kind = type(trainer.strategy)
         if (kind.save_checkpoint, kind.load_checkpoint) != (Strategy.save_checkpoint, Strategy.load_checkpoint):
             raise InvalidInputError(
@@ -121,10 +123,12 @@ class CasModelCheckpoint(ModelCheckpoint):
         checkpoint[RNG] = dict(enumerate(states))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the random state of this rank, and mend what a killed process left."""
+        """Note the random state of this rank, and mend what a killed process left, if a training goes on."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         self._is_between_epochs = epoch["processed"] == epoch["started"]
-        states, self._rng = checkpoint.get(RNG, {}), None
+        states = checkpoint.get(RNG, {})
         if len(states) == trainer.world_size:
             self._rng = states[trainer.global_rank]
         elif states:

@@ -104,6 +104,7 @@ class CasCheckpointIO(TorchCheckpointIO):
         self.branch, self.last_file = branch, None  # type: tuple[str | None, str | None]
         self.last_commit: CommitInfo | None = None
         self.loaded: CommitInfo | None = None
+        self._unnamed: CommitInfo | None = None
         self.last_error: Exception | None = None
         self.url = repository.url if isinstance(repository, Repository) else os.fspath(repository)
         self._options, self._raise = options or CommitOptions(), on_save_error == "raise"
@@ -138,6 +139,8 @@ class CasCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise InvalidInputError("a commit has no storage_options: see the arguments of CasCheckpointIO")
         if os.path.basename(path).startswith("."):
+            for added in (METRICS, RNG):  # Lightning reads it by torch, which takes no random states of NumPy
+                checkpoint.pop(added, None)
             super().save_checkpoint(checkpoint, path)
             return
         self._open(create=True)
@@ -183,13 +186,15 @@ class CasCheckpointIO(TorchCheckpointIO):
         repository = self._open()
         repository.drain()
         commit = repository.log(named.get("commit") or named["branch"], limit=1)[0]
-        if _file_of(commit) is None:
+        file = _file_of(commit)
+        if file is None:
             raise InvalidInputError(f"{path} is the commit {commit.short_id}, which is no checkpoint of Lightning")
         state = repository.load(
             commit, map_location=None if callable(map_location) else map_location,
             allow_pickle=self._options.allow_pickle and weights_only is not True,
         )  # fmt: skip
-        self.loaded = commit
+        is_newest = "branch" in named and os.path.dirname(file) == os.path.dirname(_absolute(path))
+        self.loaded, self._unnamed = commit, commit if is_newest else None
         _reorder(state, commit.meta["lightning"]["order"])
         return state
 
@@ -224,10 +229,10 @@ class CasCheckpointIO(TorchCheckpointIO):
         self._raise_earlier()
 
     def complete(self) -> None:
-        """Make tag and file of the commit that was loaded, if its process was killed before it could. On rank 0."""
-        file = self.loaded and _file_of(self.loaded)
-        if self.loaded is not None and file and not get_filesystem(file).exists(file):
-            self._name(file, self.loaded)
+        """Let tag and file name what `last.ckpt` led to, if its process was killed before it did. On rank 0."""
+        file = self._unnamed and _file_of(self._unnamed)
+        if self._unnamed is not None and file and not get_filesystem(file).exists(file):
+            self._name(file, self._unnamed)
 
     # ------------------------------------------------------------ steps
 

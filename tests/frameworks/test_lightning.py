@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.tuner import Tuner
 
 from cas_ckpt import (
     CkptError,
@@ -151,6 +152,36 @@ def test_a_trainer_is_left_with_its_limit_of_steps(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, cb, max_steps=20, limit_train_batches=0)
     trainer.fit(Net(), batches("plain"), ckpt_path="last")
     assert seen == [10] and trainer.max_steps == 20
+
+
+def test_a_search_for_a_learning_rate_and_a_validation_leave_a_training_as_it_was(
+    tmp_path: Path, uninterrupted: list[CommitInfo]
+) -> None:
+    given: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1}
+
+    class WithRate(Net):
+        lr = 0.1
+
+    searching = trainer_of(tmp_path, CasModelCheckpoint(tmp_path / "other", **given))
+    Tuner(searching).lr_find(WithRate(), batches("plain"), num_training=6)  # by hidden files, which it removes
+    assert not (tmp_path / "other").exists()
+
+    train(tmp_path, trainer={"max_steps": 4})
+    trainer = trainer_of(tmp_path, CasModelCheckpoint(tmp_path / "ckpts", **given))
+    trainer.validate(Net(), batches("plain"), ckpt_path="last")
+    seed_everything(6, verbose=False)
+    trainer.fit(model := Net(), batches("stateful"))  # begins anew
+    seed_everything(6, verbose=False)
+    alone = trainer_of(tmp_path, CasModelCheckpoint(tmp_path / "alone", **given))
+    alone.fit(other := Net(), batches("stateful"))
+    assert torch.equal(model.head.weight, other.head.weight)
+
+
+def test_a_training_goes_on_in_another_place(tmp_path: Path, uninterrupted: list[CommitInfo]) -> None:
+    assert kill(tmp_path / "here", 7) == 6
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert roots(train(tmp_path / "there", seed=9)) == roots(uninterrupted)
+    assert files(tmp_path) == ["there"]
 
 
 @pytest.mark.parametrize("section", ["Lightning", "Fabric"])
