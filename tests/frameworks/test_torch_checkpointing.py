@@ -19,6 +19,7 @@ from torch_checkpointing.config import SyncCheckpointSaverConfig
 from cas_ckpt import CommitInfo, InvalidInputError, MismatchError, NotFoundError, PermissionDeniedError, Repository
 from cas_ckpt.integrations.torch_checkpointing import CasCheckpointManager
 from tests.frameworks import torch_checkpointing_cases as cases
+from tests.frameworks.programs import roots_of
 from tests.ranks import Outcome, results, run_processes
 
 pytestmark = [
@@ -196,3 +197,7 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="metadata_format"):
         manager.load("a", metadata_format=object)
     manager.close()
+
+
+def test_the_program_of_the_page_saves_three_steps(tmp_path: Path) -> None:
+    assert len(set(roots_of("torch_checkpointing", tmp_path / "whole"))) == 3
