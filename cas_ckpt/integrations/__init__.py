@@ -7,8 +7,8 @@
     lightning.py     `CasModelCheckpoint`, a callback of Lightning's Trainer
     lightning_io.py  `CasCheckpointIO`, where Trainer and Fabric save
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
-    torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
     torchft.py       `CasTransport`: replicas heal from commits
+    torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.

@@ -164,6 +164,14 @@ class CasCheckpointManager:
         found.update({name: value.value if isinstance(value, PerRank) else value for name, value in target.items()})
         return {name: found[name] for name in into or found}
 
+    def latest(self) -> str | None:
+        """The id of the newest save that succeeded; None if there is none."""
+        self._check_open()
+        self._attempt(self._settled)
+        newest = self.repository.latest(self._branch)
+        commits = [] if newest is None else self.repository.log(newest, first_parent=True)
+        return next((str(each.meta[ID]) for each in commits if _is_saved(each)), None)
+
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: memory for copies is got by the first save, and kept."""
 
@@ -225,7 +233,7 @@ class CasCheckpointManager:
         newest = self.repository.latest(self._branch)
         commits = [] if newest is None else self.repository.log(newest, first_parent=True)
         for commit in commits:
-            if isinstance(commit.meta, dict) and commit.meta.get(ID) == checkpoint_id and not commit.forgotten:
+            if _is_saved(commit) and commit.meta[ID] == checkpoint_id:
                 return commit, commit is commits[0]
         raise NotFoundError(f"{checkpoint_id}: no commit of {self._branch} in {self.repository.url} was saved as this")
 
@@ -233,6 +241,10 @@ class CasCheckpointManager:
         loaded = self.repository.load(commit, keys=names or None, map_location=map_location)
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         return {name: value[rank] if name in commit.meta[PER_RANK] else value for name, value in loaded.items()}
+
+
+def _is_saved(commit: CommitInfo) -> bool:
+    return isinstance(commit.meta, dict) and ID in commit.meta and not commit.forgotten
 
 
 def _is_own(value: Any) -> bool:

@@ -82,6 +82,11 @@ def test_items_with_a_resharder_go_on_with_another_number_of_ranks_and_others_do
     manager.close()
 
 
+def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
+    whole = roots_of("torch_checkpointing", tmp_path / "whole")
+    assert len(whole) == 4 and roots_of("torch_checkpointing", tmp_path / "killed", kill_at=3) == whole
+
+
 # ------------------------------------------------------------ the interface
 
 
@@ -114,11 +119,13 @@ def test_both_managers_answer_alike(tmp_path: Path, way: str) -> None:
 
 def test_a_save_in_the_background_returns_a_future_and_the_state_may_change(tmp_path: Path) -> None:
     manager = CasCheckpointManager(tmp_path / "repo")
+    assert manager.latest() is None
     weight = torch.zeros(1 << 20)
     pending = manager.save("a", {"w": weight})
     weight.fill_(1)
     assert pending is not None and pending.result().meta["checkpoint_id"] == "a"
     manager.save("b", {"w": weight})
+    assert manager.latest() == "b"
     assert manager.load("a", into={"w": None})["w"].sum() == 0
     assert manager.load("b")["w"].sum() == 1 << 20
     manager.close()
@@ -197,7 +204,3 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="metadata_format"):
         manager.load("a", metadata_format=object)
     manager.close()
-
-
-def test_the_program_of_the_page_saves_three_steps(tmp_path: Path) -> None:
-    assert len(set(roots_of("torch_checkpointing", tmp_path / "whole"))) == 3
