@@ -210,13 +210,13 @@ def train_into_failure(folder: str, on_save_error: str, async_mode: str) -> tupl
     def watched(step: int, last_step: bool = False) -> bool:
         if step == 4:
             manager.maybe_wait_for_saving()
-            manager.repository.close()
-            manager.repository = Repository.open(Path(folder) / "ckpts", read_only=True)
+            (Path(folder) / "ckpts").rename(Path(folder) / "lost")
         return save(step, last_step=last_step)
 
     manager.save = watched
     trainer.train()
     trainer.close()
+    (Path(folder) / "lost").rename(Path(folder) / "ckpts")
     return type(manager.last_error).__name__, manager.last_commit.step, trainer.step, told
 
 
