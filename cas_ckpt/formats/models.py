@@ -105,7 +105,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def numbered(template: str) -> re.Pattern[str]:
     """A pattern that has the number of a template of `PARTS` as its group."""
-    return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)"))
+    return re.compile(re.escape(template).replace(r"\{\}", "([0-9]+)"))
 
 
 _PARTS = tuple((numbered(file), key) for rows in PARTS.values() for file, key in rows)

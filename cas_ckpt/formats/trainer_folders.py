@@ -59,6 +59,10 @@ def export_trainer_folder(
                 f"{render_key(part)}: a folder of {framework} has no file for it: leave it out by keys, or export "
                 "the commit in another format"
             )
+        if file in parts.values():
+            raise UnsupportedValueError(
+                f"{render_key(part)}: another entry goes into {file}, too: leave one out by keys"
+            )
         parts[part] = file
 
     def write(part: KeyPath, file: IO[bytes]) -> None:

@@ -13,6 +13,7 @@ state after it. Must not know who trains.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,50 +59,70 @@ class ElasticLoader:
             dataset: Of the kind that has a length and an index.
             batch_size: Samples of a batch of one rank.
             seed: Of the order; the same on all ranks.
-            rank: Which part this process takes; None: its rank in the default process group, 0 without one.
-            world_size: How many data parallel ranks there are; likewise.
+            rank: Which part this process takes, of `world_size` data parallel ranks. Neither given: its rank in the
+                default process group when a loop begins, 0 of 1 without one.
             options: Further arguments of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
         Raises:
             InvalidInputError: numbers that make no sense; options that would take the order out of its hands.
         """
-        is_in_group = dist.is_available() and dist.is_initialized()
-        self._rank = rank if rank is not None else dist.get_rank() if is_in_group else 0
-        self._world_size = world_size if world_size is not None else dist.get_world_size() if is_in_group else 1
-        if batch_size < 1 or not 0 <= self._rank < self._world_size:
+        self._given = rank, world_size
+        if batch_size < 1 or (rank is None) != (world_size is None):
             raise InvalidInputError(
-                f"batch_size={batch_size}, rank {self._rank} of {self._world_size}: wanted a positive batch_size, and "
-                "a rank from 0 to below the number of ranks"
+                f"batch_size={batch_size}, rank={rank}, world_size={world_size}: wanted a positive batch_size, and "
+                "both rank and world_size or none of them"
             )
-        own = sorted({"batch_sampler", "sampler", "drop_last", "generator"} & options.keys())
+        self._ranks()
+        own = sorted({"batch_sampler", "sampler", "drop_last", "generator", "in_order"} & options.keys())
         if own:
             raise InvalidInputError(f"{', '.join(own)}: ElasticLoader orders and divides the samples itself")
+        try:
+            seed = operator.index(seed)
+        except TypeError as error:
+            raise InvalidInputError(f"seed is {seed!r}: wanted a whole number") from error
         self._dataset, self._batch_size, self._options = dataset, batch_size, options
         self._seed, self._shuffle = seed, shuffle
         self.epoch = self.consumed = 0
+        self._turn = 0
 
     def __len__(self) -> int:
         """How many batches each rank gets in a whole epoch."""
-        whole, rest = divmod(len(self._dataset), self._batch_size * self._world_size)
-        return whole + (rest >= self._world_size)
+        _, world_size = self._ranks()
+        whole, rest = divmod(len(self._dataset), self._batch_size * world_size)
+        return whole + (rest >= world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this rank up to the end of the epoch."""
+        """The batches of this rank up to the end of the epoch.
+
+        Raises:
+            InvalidInputError: another loop over it was begun meanwhile, or it was put elsewhere by a checkout.
+        """
+        self._turn = turn = self._turn + 1
+        rank, world_size = self._ranks()
         begun, order = self.consumed, self._order()
-        mine = (step[self._rank :: self._world_size] for step in self._steps(order, begun))
+        mine = (step[rank::world_size] for step in self._steps(order, begun, world_size))
         # A generator of its own: what seeds the workers is no number of the process.
         seeds = _generator(self._seed, self.epoch, begun)
         batches = DataLoader(self._dataset, batch_sampler=mine, generator=seeds, **self._options)
-        for step, batch in zip(self._steps(order, begun), batches, strict=True):
+        for step, batch in zip(self._steps(order, begun, world_size), batches, strict=True):
+            if turn != self._turn:
+                raise InvalidInputError(
+                    "this loop over the loader goes on where it was, and the loader is elsewhere: end a loop before "
+                    "another one is begun, or before a checkout into the loader"
+                )
             self.consumed += len(step)
             yield batch
-        self.epoch, self.consumed = self.epoch + 1, 0
+        if turn == self._turn:
+            self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """Where it is; the same on all ranks."""
-        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self._seed, "num_samples": len(self._dataset)}
+        return {
+            "epoch": self.epoch, "consumed": self.consumed, "seed": self._seed, "shuffle": self._shuffle,
+            "num_samples": len(self._dataset),
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go where it was; the seed is that of the state.
+        """Go where it was; the seed is that of the state, and whether samples are shuffled.
 
         Raises:
             InvalidInputError: the state is of a dataset of another length, in which its position means other samples.
@@ -111,7 +132,9 @@ class ElasticLoader:
                 f"the state is of a dataset of {state_dict['num_samples']} samples, this one has {len(self._dataset)}: "
                 "resume with the dataset that was trained on, or leave the loader out of the checkout"
             )
-        self.epoch, self.consumed, self._seed = state_dict["epoch"], state_dict["consumed"], state_dict["seed"]
+        self.epoch, self.consumed = state_dict["epoch"], state_dict["consumed"]
+        self._seed, self._shuffle = state_dict["seed"], bool(state_dict["shuffle"])
+        self._turn += 1
 
     def _order(self) -> torch.Tensor:
         """The samples of the epoch, by their numbers."""
@@ -120,9 +143,19 @@ class ElasticLoader:
             return torch.arange(count)
         return torch.randperm(count, generator=_generator(self._seed, self.epoch))
 
-    def _steps(self, order: torch.Tensor, begun: int) -> Iterator[list[int]]:
+    def _steps(self, order: torch.Tensor, begun: int, world_size: int) -> Iterator[list[int]]:
         """The samples that all ranks together take at each step from the position `begun` on, as many for each rank."""
-        for first in range(begun, len(order), self._batch_size * self._world_size):
-            step = order[first : first + self._batch_size * self._world_size].tolist()
-            if even := len(step) // self._world_size * self._world_size:
+        for first in range(begun, len(order), self._batch_size * world_size):
+            step = order[first : first + self._batch_size * world_size].tolist()
+            if even := len(step) // world_size * world_size:
                 yield step[:even]
+
+    def _ranks(self) -> tuple[int, int]:
+        """Which of how many ranks this is; asked late, as the process group may be made after the loader."""
+        rank, world_size = self._given
+        if rank is None or world_size is None:
+            is_in_group = dist.is_available() and dist.is_initialized()
+            return (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
+        if not 0 <= rank < world_size:
+            raise InvalidInputError(f"rank {rank} of {world_size}: wanted a rank from 0 to below the number of ranks")
+        return rank, world_size

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, unquote_to_bytes, urlencode, urlsplit
 
 from cas_ckpt.arguments import check_path
@@ -20,6 +21,9 @@ from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import open_memory
 from cas_ckpt.storage.store import Store, check_key
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _SECRET = re.compile(
     r"secret|token|password|passwd|credential|signature|access[-_]?key|api[-_]?key|private[-_]?key|^sig$|^x-(amz|goog)-",
@@ -186,20 +190,18 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         except RuntimeError as error:
             raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
     scheme = _split(text).scheme
-    return SCHEMES[scheme](text) if scheme in SCHEMES else _opener_of_package(scheme, without_secrets(text))(text)
+    return SCHEMES[scheme](text) if scheme in SCHEMES else _store_of_package(scheme, text)
 
 
-def _opener_of_package(scheme: str, shown: str) -> Callable[[str], Store]:
-    """What an installed package opens the URLs of `scheme` with; `shown` is the URL for messages.
+def _store_of_package(scheme: str, url: str) -> Store:
+    """The store that an installed package has for `url`.
 
     Raises:
-        InvalidInputError: no package has that scheme, or several have, or it cannot be imported.
+        InvalidInputError: no package has that scheme, or several have, it cannot be imported, or it opens no store.
     """
-    from importlib.metadata import entry_points  # takes 15 ms
-
-    found = entry_points(group=STORES, name=scheme)
+    shown, found = without_secrets(url), _of_packages(scheme)
     if not found:
-        known = ", ".join(f"{each}://" for each in (*SCHEMES, *sorted(entry_points(group=STORES).names)))
+        known = ", ".join(f"{each}://" for each in (*SCHEMES, *sorted({point.name for point in _of_packages()})))
         raise InvalidInputError(f"{shown}: no store for {scheme!r}; known are a path, {known}")
     packages = sorted({each.dist.name if each.dist else "?" for each in found})
     if len(packages) > 1:
@@ -207,12 +209,22 @@ def _opener_of_package(scheme: str, shown: str) -> Callable[[str], Store]:
             f"{shown}: the packages {' and '.join(packages)} have a store for {scheme!r}: leave one of them installed"
         )
     try:
-        opened: Callable[[str], Store] = next(iter(found)).load()
-    except (ImportError, AttributeError) as error:
+        opener = found[0].load()
+    except Exception as error:  # whatever a package raises as it is imported
         raise InvalidInputError(
             f"{shown}: the store of the package {packages[0]} cannot be imported: {error}"
         ) from error
-    return opened
+    store: Store = opener(url)
+    if not hasattr(store, "abilities"):
+        raise InvalidInputError(f"{shown}: the package {packages[0]} opens a {type(store).__name__}, which is no store")
+    return store
+
+
+def _of_packages(scheme: str | None = None) -> list[EntryPoint]:
+    """Entry points of installed packages that have a store for `scheme`, or for any."""
+    from importlib.metadata import entry_points  # takes 15 ms
+
+    return [point for point in entry_points(group=STORES) if scheme is None or point.name == scheme]
 
 
 def reject_single_slash_url(text: str) -> None:
@@ -222,7 +234,9 @@ def reject_single_slash_url(text: str) -> None:
         InvalidInputError: `text` is such a one.
     """
     scheme, _, rest = text.partition(":")
-    if scheme in SCHEMES and rest.startswith("/") and not rest.startswith("//"):
+    if not rest.startswith("/") or rest.startswith("//"):
+        return
+    if scheme in SCHEMES or _of_packages(scheme):
         raise InvalidInputError(
             f"{without_secrets(text)!r:.200}: a URL has '://'; write ./{scheme}:... for a folder of that name"
         )

@@ -103,8 +103,14 @@ def test_a_store_of_another_package_is_found_by_its_entry_point(tmp_path: Path) 
     (second / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
     assert "the packages another and cas-ckpt-toy have a store for 'toy'" in cas_ckpt("-C", url, "status").stderr
     shutil.rmtree(second)
-    (installed / "toy_store.py").write_text("import a_module_that_nobody_has")
-    assert "of the package cas-ckpt-toy cannot be imported: No module" in cas_ckpt("-C", url, "status").stderr
+    assert "a URL has '://'" in cas_ckpt("init", "toy:/values").stderr
+    for source, told in (
+        ("import a_module_that_nobody_has", "of the package cas-ckpt-toy cannot be imported: No module"),
+        ("raise RuntimeError('no driver')", "of the package cas-ckpt-toy cannot be imported: no driver"),
+        ("open_toy = lambda url: None", "the package cas-ckpt-toy opens a NoneType, which is no store"),
+    ):
+        (installed / "toy_store.py").write_text(source)
+        assert told in cas_ckpt("-C", url, "status").stderr
 
 
 def test_the_verb_goes_by_both_doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,6 +77,21 @@ def test_a_key_that_no_file_is_for_is_named_and_nothing_is_written(repo: Reposit
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("state", [{"rng": {0: 1, "0": 2}}, {"rng/0": 1, "rng": {0: 2}}])
+def test_two_entries_of_one_file_are_refused(repo: Repository, tmp_path: Path, state: dict[str, Any]) -> None:
+    repo.commit(state)
+    for framework in ("trainer", "accelerate"):
+        with pytest.raises(UnsupportedValueError, match="another entry goes into r"):
+            repo.export("main", tmp_path / "out", format=framework)
+    assert not (tmp_path / "out").exists()
+
+
+def test_digits_of_other_scripts_are_no_number_of_a_rank(repo: Repository, tmp_path: Path) -> None:
+    repo.commit({"rng": {"٣": 1, "0": 2}})
+    with pytest.raises(UnsupportedValueError, match="rng/٣: a folder of trainer has no file"):
+        repo.export("main", tmp_path / "out", format="trainer")
+
+
 def test_a_trainer_that_cannot_be_written_leaves_nothing(repo: Repository, tmp_path: Path) -> None:
     repo.commit({"model": {"a": torch.zeros(2), "b": 7}, "optim": {"lr": 0.1}})
     with pytest.raises(UnsupportedValueError, match="model/b"):

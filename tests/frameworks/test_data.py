@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -91,10 +92,54 @@ def test_a_checkout_puts_the_loader_where_it_was(tmp_path: Path, num_workers: in
     assert flat(had) + flat(steps([other])) == flat(steps(loaders(1)))
 
 
-@pytest.mark.parametrize("options", [{"sampler": [1]}, {"drop_last": True}, {"batch_size": 0}, {"rank": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": [1]}, {"drop_last": True}, {"in_order": False}, {"batch_size": 0}, {"rank": 2}, {"rank": None},
+        {"seed": None}, {"seed": 1.5},
+    ],
+)  # fmt: skip
 def test_what_would_order_samples_otherwise_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         ElasticLoader(SAMPLES, **{"batch_size": 3, "world_size": 2, "rank": 0, **options})
+
+
+def test_a_second_loop_ends_the_first_and_takes_nothing_twice() -> None:
+    (loader,) = loaders(1)
+    first = iter(loader)
+    had = [*next(first).tolist()]
+    second = iter(loader)
+    had += next(second).tolist()
+    with pytest.raises(InvalidInputError, match="end a loop before another one is begun"):
+        next(first)
+    had += [sample for batch in second for sample in batch.tolist()]
+    assert sorted(had) == [*range(50)] and (loader.epoch, loader.consumed) == (1, 0)
+
+
+def test_a_loop_that_goes_on_after_a_checkout_into_its_loader_is_refused() -> None:
+    (loader,) = loaders(1)
+    batches, begun = iter(loader), loader.state_dict()
+    next(batches)
+    loader.load_state_dict(begun)
+    with pytest.raises(InvalidInputError, match="before a checkout into the loader"):
+        next(batches)
+    assert flat(steps([loader])) == flat(steps(loaders(1)))
+
+
+def test_a_state_brings_its_order_with_it() -> None:
+    (loader,), (other,) = loaders(1), loaders(1, shuffle=False, seed=np.int64(9))
+    had = steps([loader], 4)
+    other.load_state_dict(loader.state_dict())
+    assert flat(had) + flat(steps([other])) == flat(steps(loaders(1)))
+    assert steps(loaders(1, seed=np.int64(5))) == steps(loaders(1, seed=5))
+
+
+def test_ranks_are_those_of_the_group_when_a_loop_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ElasticLoader(SAMPLES, batch_size=3, seed=5)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in loaders(2)[1]] and len(loader) == 9
 
 
 def test_the_state_of_a_dataset_of_another_length_is_refused() -> None:
