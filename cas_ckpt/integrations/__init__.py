@@ -9,6 +9,8 @@
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
     torchft.py       `CasTransport`: replicas heal from commits
     torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
+    accelerate_ranks.py    what ranks that Accelerate has started tell one another
+    rotation.py      what adapters that keep the youngest commits forget
 
 1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.

@@ -27,10 +27,11 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
 from cas_ckpt import CkptError, CommitInfo, InvalidInputError, PerRank, Repository, RNGState
+from cas_ckpt.integrations.accelerate_ranks import of_first, together
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -67,6 +68,10 @@ class _Progress:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
+        if not self._accelerator.sync_gradients:
+            raise InvalidInputError(
+                "gradients are being accumulated, and no commit holds them: commit where accelerator.sync_gradients"
+            )
         return {"step": self._accelerator.step}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -115,35 +120,53 @@ class SaveHooks:
             handle.remove()
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        pointer, is_writer = Path(output_dir, POINTER), self._accelerator.is_local_main_process
-        if is_writer:
-            pointer.unlink(missing_ok=True)  # of an earlier save into the same folder
         self.last_error = None
         try:
             self.last_commit = self._repository.commit(
                 _named(models), message=os.path.basename(output_dir), branch=self._branch, frozen="requires_grad"
             )
+            found = {"repository": self._repository.url, "commit": self.last_commit.id, "branch": self._branch}
+            together(lambda: self._point(Path(output_dir), found), f"{POINTER} could not be written")
         except CkptError as error:
             self.last_error = error
             if self._fails:
                 raise
             _LOGGER.error("weights were not committed, they stay in %s: %s", output_dir, error)  # noqa: TRY400
             return
-        if is_writer:
-            found = {"repository": self._repository.url, "commit": self.last_commit.id}
-            pointer.write_text(json.dumps(found), encoding="utf-8")
         weights.clear()
 
+    def _point(self, folder: Path, found: dict[str, str]) -> None:
+        """Let the folder name the commit; weights of an earlier save into it go, as Accelerate would replace them."""
+        if self._accelerator.is_local_main_process:
+            (folder / POINTER).write_text(json.dumps(found), encoding="utf-8")
+            for path in _weights_in(folder):
+                path.unlink()
+
     def _load(self, models: list[Any], input_dir: str) -> None:
-        pointer = Path(input_dir, POINTER)
-        found = json.loads(pointer.read_text(encoding="utf-8"))["commit"] if pointer.exists() else None
-        commit = broadcast_object_list([found])[0]
+        commit, branch = of_first(lambda: self._pointed(Path(input_dir)))
         if commit is not None:
             self._repository.checkout(commit, into=_named(models))
             models.clear()
-            newest = self._repository.latest(self._branch)
-            if newest is not None and newest.id != commit:  # an earlier save: what follows is another line of history
-                self._branch = f"{self._branch}-{commit[:8]}"
+            self._branch = branch
+
+    def _pointed(self, folder: Path) -> tuple[str | None, str]:
+        """The commit that a folder names, and where what follows goes; None: it holds weights itself."""
+        pointer = folder / POINTER
+        if not pointer.exists() or any(_weights_in(folder)):  # which Accelerate wrote after the pointer
+            return None, self._branch
+        try:
+            found = json.loads(pointer.read_text(encoding="utf-8"))
+            commit, branch = str(found["commit"]), str(found.get("branch", self._branch))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError(f"{pointer} cannot be read: {error}") from error
+        newest = self._repository.latest(branch)
+        if newest is not None and newest.id == commit:
+            return commit, branch
+        # An earlier save: what follows is another line of history, on a branch that is free.
+        taken, name, number = set(self._repository.branches()), f"{branch}-{commit[:8]}", 2
+        while name in taken:
+            name, number = f"{branch}-{commit[:8]}-{number}", number + 1
+        return commit, name
 
 
 def commit_saves(
@@ -175,6 +198,13 @@ def commit_saves(
     if not isinstance(repository, Repository):
         repository = Repository.open(repository, create=True)
     return SaveHooks(accelerator, repository, branch, fails=on_save_error == "raise")
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """Files of weights, by the names that `save_state` gives them."""
+    names = ("model.safetensors", "model[-_][0-9]*.safetensors", "pytorch_model.bin", "pytorch_model[-_][0-9]*.bin")
+    indexes = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+    return [path for name in (*names, *indexes) for path in folder.glob(name)]
 
 
 def _named(models: list[Any]) -> dict[str, Any]:

@@ -28,44 +28,49 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cas_ckpt import (
-    CkptError,
-    CommitInfo,
-    InvalidInputError,
-    NotFoundError,
-    Repository,
-    RNGState,
-    StateDict,
-    StorageError,
+from cas_ckpt import CkptError, CommitInfo, InvalidInputError, Repository, RNGState, StateDict
+from cas_ckpt.integrations.accelerate_ranks import of_first, together
+from cas_ckpt.integrations.hf_files import (
+    MARK,
+    best_step,
+    is_ours,
+    metrics_of,
+    plain,
+    read_mark,
+    rng_files,
+    saves,
+    trainer_state,
 )
-from cas_ckpt.integrations.hf_files import is_ours, plain, rng_files, saves, trainer_state
+from cas_ckpt.integrations.rotation import forget_own
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
 FOLDER = "cas_ckpt-resume-"
 """Beginning of the names of folders that `latest` makes; Trainer's rotation looks for `checkpoint-*`."""
 
-HEAVY = (
-    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*",
-    "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
+WEIGHTS = (
+    "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model-[0-9]*-of-[0-9]*.bin", "pytorch_model.bin.index.json", "pytorch_model_fsdp*",
+    "adapter_model.safetensors", "adapter_model.bin", "*/adapter_model.safetensors", "*/adapter_model.bin",
 )  # fmt: skip
-"""What a commit holds of Trainer's folder, files and folders of FSDP."""
 
-MARK = "cas_ckpt.json"
-"""A file in each of Trainer's folders whose weights were removed: which commit of which repository has them."""
-
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*")
+HEAVY = (
+    *WEIGHTS, "optimizer.pt", "optimizer.bin", "optimizer_[0-9]*", "scheduler.pt", "scaler.pt", "rng_state.pth",
+    "rng_state_[0-9]*.pth",
+)  # fmt: skip
+"""What a commit holds of Trainer's folder, by the names that Trainer gives: files, and folders of FSDP."""
 
 STUB = "restored by cas_ckpt.integrations.hf.CasCallback when training begins"
 """The one tensor of the file in place of weights. Trainer names it in a warning where the callback is missing."""
@@ -132,12 +137,15 @@ class CasCallback(TrainerCallback):
             StorageError: the folder cannot be written.
         """
         args, repository = self._ready()
-        commit: CommitInfo | None = broadcast_object_list([repository.latest(self._branch)])[0]  # what rank 0 sees
+        commit: CommitInfo | None = of_first(lambda: repository.latest(self._branch))
         self._resumed = commit
         if commit is None:
             return None
         folder = Path(args.output_dir) / f"{FOLDER}{commit.short_id}"
-        self._on_writers(lambda: self._write_folder(repository, commit, folder))
+        together(
+            lambda: self._write_folder(repository, commit, folder) if args.should_save else None,
+            "no folder to resume from could be made",
+        )
         if self._filling is None and not self._is_fsdp:
             self._filling = self._model.register_load_state_dict_pre_hook(_fill_in)
         return str(folder)
@@ -176,6 +184,7 @@ class CasCallback(TrainerCallback):
             raise InvalidInputError("CasCallback cannot tell the trials of a hyperparameter search apart")
         self._num_saves = self._num_logged = 0
         if self._resumed is not None and self._resumed.step == state.global_step:
+            of_first(lambda: self._go_back(repository))
             repository.checkout(self._resumed, into={**_live_objects(**live), "trainer": StateDict()})
             self._num_saves, self._num_logged = self._resumed.meta["save"] + 1, len(state.log_history)
 
@@ -188,9 +197,12 @@ class CasCallback(TrainerCallback):
         _, repository = self._ready()
         # Other ranks than 0 have not all of it, and what they log need not be the same.
         logged = json.loads(json.dumps(state.log_history[self._num_logged :]))
-        meta = {"save": self._num_saves, "log": logged}
-        trainer, metrics, meta = broadcast_object_list([plain(state), _metrics(state), meta])
+        meta = {"save": self._num_saves, "log": logged, "best": best_step(state), "mark": uuid4().hex}
+        trainer, metrics, meta = broadcast_object_list([plain(state), metrics_of(state), meta])
         self.last_error = None
+        if args.should_save:
+            with suppress(OSError):  # then a process that is killed after the commit leaves files twice, no more
+                _mark(Path(args.output_dir) / f"checkpoint-{state.global_step}", {"pending": meta["mark"]})
         try:
             self.last_commit = repository.commit(
                 {**_live_objects(**live), "trainer": trainer}, step=state.global_step, metrics=metrics, meta=meta,
@@ -221,21 +233,6 @@ class CasCallback(TrainerCallback):
             raise InvalidInputError("no Trainer has this callback yet: make it first, with callbacks=[callback]")
         return self._args, self.repository
 
-    def _on_writers(self, write: Callable[[], None]) -> None:
-        """Call `write` on the ranks that write Trainer's files; all raise if one fails."""
-        args, _ = self._ready()
-        error: Exception | None = None
-        try:
-            if args.should_save:
-                write()
-        except (CkptError, OSError) as caught:
-            error = caught
-        failed = {rank: each for rank, each in enumerate(gather_object([error and str(error)])) if each}
-        if isinstance(error, CkptError):
-            raise error
-        if failed:
-            raise StorageError(f"no folder to resume from could be made, by rank: {failed}") from error
-
     def _write_folder(self, repository: Repository, commit: CommitInfo, folder: Path) -> None:
         if not is_ours(commit):
             raise InvalidInputError(f"{commit.short_id}, the newest of {self._branch}, is not of a CasCallback")
@@ -243,10 +240,10 @@ class CasCallback(TrainerCallback):
         _remove(folder.parent.glob(f"{FOLDER}*"))
         folder.mkdir(parents=True)
         trainer = trainer_state(repository, commit, stored)
-        written = folder.parent / f"checkpoint-{trainer['global_step']}" / "trainer_state.json"
-        if written.exists() and plain(TrainerState.load_from_json(str(written))) == stored["trainer"]:
-            _mark(written.parent, repository, commit)  # a process was killed between the commit and this
-        trainer["best_model_checkpoint"] = self._best_folder(repository, trainer["best_global_step"])
+        written = folder.parent / f"checkpoint-{trainer['global_step']}"
+        if read_mark(written).get("pending") == commit.meta["mark"]:  # a process was killed between the commit and this
+            _mark(written, {"repository": repository.url, "commit": commit.id})
+        trainer["best_model_checkpoint"] = self._best_folder(repository, commit)
         (folder / "trainer_state.json").write_text(json.dumps(trainer), encoding="utf-8")
         for name, state in rng_files(stored["rng"]).items():
             torch.save(state, folder / name)
@@ -257,19 +254,30 @@ class CasCallback(TrainerCallback):
             index = {"metadata": {}, "weight_map": dict.fromkeys(self._model.state_dict(), stub)}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
-    def _best_folder(self, repository: Repository, step: int | None) -> str | None:
-        """Trainer's folder of the best step, if it is there, or can be made again from the commit that was tagged."""
+    def _go_back(self, repository: Repository) -> None:
+        """Let the branch end where a training begins again that has saved since, as when memory ran out.
+
+        What it saved meanwhile is on a branch of its own.
+        """
+        resumed, head = self._resumed, repository.latest(self._branch)
+        if resumed is None or head is None or self.last_commit is None or head.id == resumed.id:
+            return
+        if head.id == self.last_commit.id:
+            repository.branch(f"{self._branch}-{head.short_id}", start=head, force=True)
+            repository.branch(str(self._branch), start=resumed, force=True)
+
+    def _best_folder(self, repository: Repository, commit: CommitInfo) -> str | None:
+        """Trainer's folder of the best step, if it is there, or can be made again from its commit."""
         args, _ = self._ready()
+        step = commit.meta["best"]
         folder = Path(args.output_dir) / f"checkpoint-{step}"
         if step is None or not args.load_best_model_at_end or any(_matches(folder, WEIGHTS)):
             return str(folder) if folder.is_dir() else None
-        try:
-            best = repository.log(f"{self._branch}-best", limit=1)[0]
-        except NotFoundError:
-            return None
-        if best.step != step or self._is_fsdp:  # the save of that step failed; or FSDP wants a folder of its own
+        own = [each for each in saves(repository, commit) if each.step == step and not each.forgotten]
+        if not own or self._is_fsdp:  # the save of that step failed; or FSDP wants a folder of its own
             _LOGGER.warning("the best model, of step %d, is not there any more", step)
             return None
+        best = own[0]
         folder.mkdir(parents=True, exist_ok=True)
         if hasattr(self._model, "peft_config"):
             adapter = self._model.active_adapters[0]
@@ -277,20 +285,16 @@ class CasCallback(TrainerCallback):
             repository.export(best, folder, keys="model", adapter=adapter)
         else:
             repository.export(best, folder / "model.safetensors", keys="model")
-        _mark(folder, repository, best)
+        _mark(folder, {"repository": repository.url, "commit": best.id})
         return str(folder)
 
     def _tidy(self, args: TrainingArguments, state: TrainerState, repository: Repository, commit: CommitInfo) -> None:
         """What follows a commit: refs and retention, by one rank; and files, by the ranks that write them."""
         if args.process_index == 0:
-            if state.best_global_step == state.global_step:
+            if commit.meta["best"] == state.global_step:
                 repository.tag(f"{self._branch}-best", commit, force=True)
             if args.save_total_limit and args.save_total_limit > 0:
-                old = [each for each in saves(repository, commit)[args.save_total_limit :] if not each.forgotten]
-                for each in old:
-                    with suppress(InvalidInputError):  # a branch or a tag names it
-                        repository.forget(revisions=each.id)
-                repository.gc()
+                forget_own(repository, str(self._branch), saves(repository, commit)[args.save_total_limit :])
         if not args.should_save:
             return
         output = Path(args.output_dir)
@@ -298,11 +302,21 @@ class CasCallback(TrainerCallback):
             _remove(output.glob(f"{FOLDER}*"))
         if self._keep_files or args.push_to_hub:  # an upload to the hub may be reading them
             return
-        _mark(output / f"checkpoint-{state.global_step}", repository, commit)
-        for folder in [mark.parent for mark in output.glob(f"checkpoint-*/{MARK}")]:
-            is_best = args.load_best_model_at_end and folder.name == f"checkpoint-{state.best_global_step}"
-            kept = _matches(folder, WEIGHTS if is_best else ())
-            _remove(path for path in _matches(folder, HEAVY) if path not in kept)
+        _mark(output / f"checkpoint-{state.global_step}", {"repository": repository.url, "commit": commit.id})
+        best = f"checkpoint-{commit.meta['best']}" if args.load_best_model_at_end else ""
+        own: set[str] = set()
+        for mark in output.glob(f"checkpoint-*/{MARK}"):
+            kept = _matches(mark.parent, WEIGHTS if mark.parent.name == best else ())
+            heavy = [path for path in _matches(mark.parent, HEAVY) if path not in kept]
+            if not heavy:
+                continue
+            own = own or {each.id for each in saves(repository, commit)}
+            found = read_mark(mark.parent)
+            # What was written since is of another save, which may not have been committed.
+            is_of_mark = all(path.stat().st_mtime_ns <= mark.stat().st_mtime_ns for path in (*heavy, *kept))
+            if found.get("repository") == repository.url and found.get("commit") in own and is_of_mark:
+                # Of the best one only the weights stay, so that nothing takes it for a folder to resume from.
+                _remove([*heavy, mark.parent / "trainer_state.json"] if kept else heavy)
 
 
 class CasTrainerMixin:
@@ -335,23 +349,16 @@ def _live_objects(*, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) ->
     }  # fmt: skip
 
 
-def _metrics(state: TrainerState) -> dict[str, float]:
-    """Numbers that were logged at this step, but for those that the clock made."""
-    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
-    return {
-        name: float(value) for entry in entries for name, value in entry.items()
-        if isinstance(value, (int, float)) and name != "step" and not name.endswith(("_runtime", "_per_second"))
-    }  # fmt: skip
-
-
 def _fill_in(module: Any, state_dict: dict[str, Any], *_: Any) -> None:
     """Before a module loads the file that stands in place of weights: give it what it has already."""
     if state_dict.pop(STUB, None) is not None:
         state_dict.update(module.state_dict())
 
 
-def _mark(folder: Path, repository: Repository, commit: CommitInfo) -> None:
-    (folder / MARK).write_text(json.dumps({"repository": repository.url, "commit": commit.id}), encoding="utf-8")
+def _mark(folder: Path, said: dict[str, str]) -> None:
+    """Note in Trainer's folder which commit holds what it holds, or that one with this mark is to be made."""
+    if folder.is_dir():
+        (folder / MARK).write_text(json.dumps(said), encoding="utf-8")
 
 
 def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import torch
 from transformers import TrainerState
 
 from cas_ckpt import CommitInfo, ConflictError, InvalidInputError, NotFoundError, Repository
+
+MARK = "cas_ckpt.json"
+"""A file in each of Trainer's folders whose weights were removed: which commit of which repository has them."""
 
 NOT_OF_THE_STATE = ("is_local_process_zero", "is_world_process_zero", "best_model_checkpoint", "log_history")
 """Of a TrainerState: what differs between ranks, folders and clocks, so that equal trainings have equal roots."""
@@ -46,10 +50,11 @@ def write_checkpoint(
     if not is_ours(commit):
         raise InvalidInputError(f"{commit.short_id} is not of a CasCallback: Repository.export writes its tensors")
     place = Path(folder)
-    written = sorted(path.name for path in (*place.glob("*model*.safetensors"), *place.glob("optimizer.pt")))
+    written = sorted(path.name for path in (*place.glob("*model*.safetensors"), *place.glob("pytorch_model*")))
     if written:
         raise ConflictError(f"{place} has {', '.join(written)} already: give another folder, or remove them")
     place.mkdir(parents=True, exist_ok=True)
+    (place / MARK).unlink(missing_ok=True)  # what it says of these files holds no more
     stored = repository.load(commit, keys=["optimizer", "scheduler", "trainer", "rng"])
     with suppress(NotFoundError):  # most trainings have none
         stored.update(repository.load(commit, keys="scaler"))
@@ -58,7 +63,9 @@ def write_checkpoint(
         _write(place / "scaler.pt", lambda path: torch.save(stored["scaler"], path))
     for name, state in rng_files(stored["rng"]).items():
         _write(place / name, lambda path, state=state: torch.save(state, path))  # type: ignore[misc]
-    text = json.dumps({**trainer_state(repository, commit, stored), "best_model_checkpoint": None})
+    best = place.parent / f"checkpoint-{commit.meta['best']}"
+    named = {"best_model_checkpoint": str(best) if best.is_dir() else None}
+    text = json.dumps({**trainer_state(repository, commit, stored), **named})
     _write(place / "trainer_state.json", lambda path: path.write_text(text, encoding="utf-8"))
     _write(place / "optimizer.pt", lambda path: torch.save(_by_number(stored["optimizer"]), path))
     if (place / "adapter_config.json").exists():
@@ -91,9 +98,35 @@ def plain(state: TrainerState) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in NOT_OF_THE_STATE}
 
 
+def metrics_of(state: TrainerState) -> dict[str, float]:
+    """Numbers that were logged at this step, but for those that the clock made."""
+    found = {}
+    for entry in (each for each in state.log_history if each.get("step") == state.global_step):
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and name != "step" and not name.endswith(("_runtime", "_per_second")):
+                with suppress(OverflowError):  # an integer that is no float
+                    found[name] = float(value)
+    return found
+
+
+def best_step(state: TrainerState) -> int | None:
+    """The step of the checkpoint that Trainer takes for the best one, which need not be that of the best evaluation."""
+    found = re.search(r"checkpoint-([0-9]+)$", Path(state.best_model_checkpoint or "").name)
+    return int(found[1]) if found else None
+
+
+def read_mark(folder: Path) -> dict[str, str]:
+    """What the mark in one of Trainer's folders says; empty if there is none that can be read."""
+    try:
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def is_ours(commit: CommitInfo) -> bool:
     """Whether a `CasCallback` made it."""
-    return isinstance(commit.meta, dict) and {"save", "log"} <= commit.meta.keys()
+    return isinstance(commit.meta, dict) and {"save", "log", "best", "mark"} <= commit.meta.keys()
 
 
 def saves(repository: Repository, last: CommitInfo) -> list[CommitInfo]:
@@ -102,7 +135,7 @@ def saves(repository: Repository, last: CommitInfo) -> list[CommitInfo]:
     It is outside of the root, as it tells times, and counts that some trainers begin anew when they resume; and in
     parts, as the whole of 10,000 entries would take each commit a second.
     """
-    line = [*takewhile(is_ours, repository.log(last, first_parent=True))]
+    line = [each for each in repository.log(last, first_parent=True) if is_ours(each)]
     begun = next((number for number, each in enumerate(line) if each.meta["save"] == 0), len(line))
     return line[: begun + 1]
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -46,6 +45,7 @@ from cas_ckpt import (
     Repository,
     RNGState,
 )
+from cas_ckpt.integrations.rotation import forget_own
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -264,12 +264,7 @@ class CasCheckpointManager(BaseCheckpointManager):
             each for each in self.repository.log(newest, first_parent=True)
             if isinstance(each.meta, dict) and MARK in each.meta and not each.forgotten
         ]  # fmt: skip
-        old = own[self._config.keep_latest_k :]
-        for each in old:
-            with suppress(InvalidInputError):  # a branch or a tag names it
-                self.repository.forget(revisions=each.id)
-        if old:
-            self.repository.gc()
+        forget_own(self.repository, self._branch, own[self._config.keep_latest_k :])
 
     def _keep_generator(self) -> None:
         """Let the loader draw its seed elsewhere, when it begins, than from the random state that is restored now."""

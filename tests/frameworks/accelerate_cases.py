@@ -26,14 +26,14 @@ if __name__ not in processes.IMPORTED:
 EPOCHS = 2
 
 
-def prepared(seed: int = 1, *, sharded: bool = False) -> tuple[Any, ...]:
+def prepared(seed: int = 1, *, sharded: bool = False, **options: Any) -> tuple[Any, ...]:
     """An Accelerator, and what it prepared: model, optimizer, loader of 6 batches in all, scheduler.
 
     Accelerate decides for FSDP on accelerators only; all that follows works on ranks of a CPU, too.
     """
     set_seed(seed)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
-    accelerator = Accelerator(cpu=True, dataloader_config=loading)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading, **options)
     if sharded:
         os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
         accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP

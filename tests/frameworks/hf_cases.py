@@ -132,10 +132,14 @@ def train(folder: Path, *callbacks: Any, make: Callable[..., Any] = trainer_of, 
 
 
 class KillAt(TrainerCallback):
-    """SIGKILL after a step, before a save; or as the save of that step is about to touch a path with this in it."""
+    """SIGKILL after a step, before a save; or as the save of that step is about to touch a path with this in it.
 
-    def __init__(self, step: int, path: str | None = None) -> None:
-        self.step, self.path, self.armed = step, path, False
+    Attributes:
+        touches: How often it may touch it, the last time included.
+    """
+
+    def __init__(self, step: int, path: str | None = None, touches: int = 1) -> None:
+        self.step, self.path, self.armed, self.touches = step, path, False, touches
         if path is not None:
             sys.addaudithook(self.on_event)
 
@@ -149,11 +153,13 @@ class KillAt(TrainerCallback):
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
         touches = self.armed and event in ("open", "os.link", "os.rename")
         if touches and any(str(self.path) in str(arg) for arg in args):
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.touches -= 1
+            if not self.touches:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_killed(folder: Path, step: int, path: str | None, given: dict[str, Any]) -> None:
-    train(folder, KillAt(step, path), **given)
+def train_until_killed(folder: Path, step: int, path: str | None, touches: int, given: dict[str, Any]) -> None:
+    train(folder, KillAt(step, path, touches), **given)
 
 
 # ------------------------------------------------------------ ranks

@@ -136,6 +136,70 @@ def test_weights_that_cannot_be_committed_stay_in_the_folder(tmp_path: Path, cap
             accelerator.save_state(str(tmp_path / "save"))
 
 
+def test_a_folder_that_was_saved_into_with_and_without_hooks_has_what_was_saved_last(tmp_path: Path) -> None:
+    accelerator, model, *_ = prepared()
+    folder = str(tmp_path / "save")
+
+    def saved(value: float, *, by_hooks: bool) -> None:
+        torch.nn.init.constant_(model[0].weight, value)
+        hooks = commit_saves(accelerator, repo) if by_hooks else None
+        accelerator.save_state(folder)
+        if hooks is not None:
+            hooks.remove()
+
+    def loaded() -> float:
+        torch.nn.init.zeros_(model[0].weight)
+        hooks = commit_saves(accelerator, repo)
+        accelerator.load_state(folder)
+        hooks.remove()
+        return float(model[0].weight.max())
+
+    with Repository.init(tmp_path / "ckpts") as repo:
+        for value, by_hooks in enumerate([True, False, True], start=1):
+            saved(float(value), by_hooks=by_hooks)
+            assert loaded() == value
+        assert not list(Path(folder).glob("*.safetensors"))  # those of the save without hooks would be loaded without
+
+
+def test_an_earlier_save_that_is_loaded_twice_goes_on_twice(tmp_path: Path) -> None:
+    """As a training does that crashes again and again."""
+    accelerator, *_ = prepared()
+    with Repository.init(tmp_path / "ckpts") as repo:
+        hooks = commit_saves(accelerator, repo)
+        accelerator.save_state(str(tmp_path / "first"))
+        accelerator.save_state(str(tmp_path / "second"))
+        hooks.remove()
+        for name in ("third", "fourth"):
+            hooks = commit_saves(accelerator, repo)
+            accelerator.load_state(str(tmp_path / "first"))
+            accelerator.save_state(str(tmp_path / name))
+            assert hooks.last_error is None
+            hooks.remove()
+        hooks = commit_saves(accelerator, repo)
+        accelerator.load_state(str(tmp_path / "fourth"))  # the newest of its branch, which goes on
+        accelerator.save_state(str(tmp_path / "fifth"))
+        begun = f"main-{repo.log('main')[1].id[:8]}"
+        found = {name: [each.message for each in repo.log(name)] for name in repo.branches()}
+        assert found == {
+            "main": ["second", "first"], begun: ["third", "first"], f"{begun}-2": ["fifth", "fourth", "first"],
+        }  # fmt: skip
+
+
+def test_a_commit_in_the_middle_of_accumulated_gradients_is_refused(tmp_path: Path) -> None:
+    accelerator, model, optimizer, *_ = prepared(gradient_accumulation_steps=2)
+    live = state(accelerator, model=model, optimizer=optimizer)
+    with Repository.init(tmp_path / "ckpts") as repo:
+        for is_whole in (False, True):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).sum())
+                optimizer.step()
+            if is_whole:
+                repo.commit(live)
+            else:
+                with pytest.raises(InvalidInputError, match="gradients are being accumulated"):
+                    repo.commit(live)
+
+
 def test_misuse_is_told(tmp_path: Path) -> None:
     accelerator, *_ = prepared()
     with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):

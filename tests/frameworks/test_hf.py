@@ -19,8 +19,17 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from cas_ckpt import CommitInfo, FrozenChangedError, InvalidInputError, PermissionDeniedError, Repository, StorageError
+from cas_ckpt import (
+    CommitInfo,
+    FrozenChangedError,
+    InvalidInputError,
+    PermissionDeniedError,
+    Repository,
+    RNGState,
+    StorageError,
+)
 from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
+from cas_ckpt.integrations.hf_files import saves
 from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, sft_trainer, train, train_until_killed, trainer_of
 from tests.frameworks.programs import roots_of
 from tests.processes import Forked
@@ -37,9 +46,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[CommitInfo]:
     return train(tmp_path_factory.mktemp("uninterrupted"))
 
 
-def kill(folder: Path, step: int, path: str | None = None, **given: Any) -> int | None:
+def kill(folder: Path, step: int, path: str | None = None, touches: int = 1, **given: Any) -> int | None:
     """Train in a process until it is killed; the step of the newest commit."""
-    with Forked(train_until_killed, folder, step, path, given) as process:
+    with Forked(train_until_killed, folder, step, path, touches, given) as process:
         process.wait(60)
     assert process.returncode == -signal.SIGKILL
     with Repository.open(folder / "ckpts") as repository:
@@ -77,7 +86,7 @@ def test_a_training_that_is_killed_inside_a_save_goes_on_exactly(
 def test_what_a_kill_between_commit_and_removal_leaves_is_removed_by_the_next_save(
     tmp_path: Path, uninterrupted: list[CommitInfo]
 ) -> None:
-    assert kill(tmp_path, 6, "checkpoint-6/cas_ckpt.json") == 6
+    assert kill(tmp_path, 6, "checkpoint-6/cas_ckpt.json", 2) == 6
     assert "checkpoint-6/optimizer.pt" in heavy_files(tmp_path / "out")
     assert train(tmp_path, seed=9)[0].root == uninterrupted[0].root
     assert heavy_files(tmp_path / "out") == []
@@ -402,3 +411,149 @@ def test_shards_of_fsdp_resume_exactly_and_have_the_roots_of_data_parallel_ranks
 def ranks_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[CommitInfo]:
     commits: list[CommitInfo] = results(ranks(tmp_path_factory.mktemp("ranks")))[0]
     return commits
+
+
+# ------------------------------------------------------------ what must stay
+
+
+class Losses(Trainer):
+    """Its evaluations give these losses, by step."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = {"eval_loss": [9.0, 1.0, 0.5, 7.0, 8.0, 9.0][self.state.global_step - 1]}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def by_each_step(**given: Any) -> dict[str, Any]:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    return {"kind": Losses, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 1, **best, **given}
+
+
+def test_rotation_leaves_what_another_branch_leads_to(tmp_path: Path) -> None:
+    with Repository.open(tmp_path / "ckpts", create=True) as repository:
+        trainer_of(tmp_path / "one", CasCallback(repository), save_steps=1, max_steps=5).train()
+        repository.branch("retry", start="main~2")
+        cb = CasCallback(repository, branch="retry")
+        trainer = trainer_of(tmp_path / "two", cb, save_steps=1, max_steps=6, save_total_limit=1)
+        trainer.train(resume_from_checkpoint=cb.latest())
+        assert [each.step for each in repository.log("main") if not each.forgotten] == [5, 4, 3, 2, 1]
+        assert [each.step for each in repository.log("retry") if not each.forgotten] == [6, 3, 2, 1]
+
+
+def test_the_checkpoint_that_trainer_takes_for_the_best_keeps_its_weights(tmp_path: Path) -> None:
+    """The best evaluation, at step 3, was not at a save."""
+    plain = trainer_of(tmp_path / "plain", CasCallback(tmp_path / "unused"), **by_each_step())
+    plain.remove_callback(CasCallback)
+    plain.train()
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, **by_each_step())
+    trainer.train()
+    named = [str(each.state.best_model_checkpoint).rpartition("/")[2] for each in (plain, trainer)]
+    assert named[0] == named[1] and trainer.state.best_global_step == plain.state.best_global_step
+    for one, other in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert cb.repository is not None
+    assert f"checkpoint-{cb.repository.log('main-best', limit=1)[0].step}" == named[0]
+
+
+def test_a_folder_that_has_weights_alone_is_not_resumed_from(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    given = by_each_step(eval_steps=2)
+    trainer_of(tmp_path, CasCallback(tmp_path / "ckpts"), Stops(), **given).train()
+    assert heavy_files(tmp_path / "out") == ["checkpoint-2/model.safetensors"]
+    with pytest.raises((ValueError, OSError)):
+        trainer_of(tmp_path, CasCallback(tmp_path / "ckpts"), **given).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("stale", ["written since", "another repository", "an unknown commit", "a save that failed"])
+def test_files_that_no_commit_of_this_training_holds_stay(tmp_path: Path, stale: str) -> None:
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb, max_steps=2).train()
+    assert cb.repository is not None
+    folder = tmp_path / "out" / "checkpoint-2"
+    mark = json.loads((folder / "cas_ckpt.json").read_text())
+    if stale == "another repository":
+        mark["repository"] += "-2"
+    if stale == "an unknown commit":
+        mark["commit"] = "0" * 64
+    if stale == "a save that failed":
+        mark = {"pending": "0" * 32}
+    if stale == "written since":
+        torch.save({}, folder / "optimizer.pt")
+    else:
+        torch.save({}, folder / "optimizer.pt")
+        (folder / "cas_ckpt.json").write_text(json.dumps(mark))
+    train(tmp_path, max_steps=4)
+    assert heavy_files(tmp_path / "out") == ["checkpoint-2/optimizer.pt"]
+
+
+def test_files_of_others_in_trainers_folder_stay(tmp_path: Path) -> None:
+    names = {"model_ema.safetensors", "optimizer_ema.pt", "pytorch_model_ema.bin"}
+
+    class Ema(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            for name in names:
+                (tmp_path / "out" / f"checkpoint-{state.global_step}" / name).write_bytes(b"mine")
+
+    train(tmp_path, Ema(), max_steps=4)
+    assert all(names <= {each.name for each in folder.iterdir()} for folder in (tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_a_training_that_begins_again_when_memory_runs_out_goes_on_committing(tmp_path: Path) -> None:
+    class RunsOut(TrainerCallback):
+        has_run_out = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 5 and not self.has_run_out:
+                RunsOut.has_run_out = True
+                raise RuntimeError("CUDA out of memory.")
+
+    train(tmp_path, max_steps=2)
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer = trainer_of(tmp_path, cb, RunsOut(), max_steps=8, auto_find_batch_size=True)
+    trainer.train(resume_from_checkpoint=cb.latest())
+    assert cb.last_error is None and cb.repository is not None
+    assert [each.step for each in cb.repository.log()] == [8, 6, 4, 2]
+    (left,) = [name for name in cb.repository.branches() if name != "main"]
+    assert [each.step for each in cb.repository.log(left)] == [4, 2]  # what it saved before
+
+
+def test_a_foreign_commit_on_the_branch_takes_nothing_out_of_the_history_of_logs(tmp_path: Path) -> None:
+    newest = train(tmp_path, max_steps=4)[0]
+    with Repository.open(tmp_path / "ckpts") as repository:
+        repository.checkout(newest, into={"rng": RNGState()}, keys="rng")
+        foreign = repository.commit({"note": 1}, branch="main")
+        assert [each.step for each in saves(repository, foreign)] == [4, 2]
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb)
+    with pytest.raises(InvalidInputError, match="is not of a CasCallback"):
+        cb.latest()
+
+
+def test_a_disk_that_is_full_for_torch_too_is_an_error_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, max_steps=2)
+    cb = CasCallback(tmp_path / "ckpts")
+    trainer_of(tmp_path, cb)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(StorageError, match="no folder to resume from could be made"):
+        cb.latest()
+
+
+def test_a_number_that_is_no_float_is_no_metric(tmp_path: Path) -> None:
+    class Logs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.log_history[-1]["tokens"] = 10**400
+
+    (commit,) = train(tmp_path, Logs(), max_steps=2)
+    assert "tokens" not in commit.metrics and "loss" in commit.metrics
