@@ -11,6 +11,7 @@ lets all files appear together, whole, or not at all.
     trainer_folders.py    checkpoints of Trainer and of Accelerate, written back
     pickles.py            pickles of strangers, read without running anything
     dcp_import.py, dcp_export.py, dcp_metadata.py   folders of torch.distributed.checkpoint's own files
+    torchsnapshot_import.py, torchsnapshot_metadata.py   folders of torchsnapshot
 
 Invariant: no code in a file is run, nothing that a file says is believed, and memory is a buffer for each thread,
 whatever the size of the files. Must not know the command line or the class `Repository`.

@@ -24,24 +24,16 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 import zstandard
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.formats.dcp_metadata import (
-    DATA_SUFFIX,
-    MAX_DECODED_BYTES,
-    FolderMetadata,
-    Place,
-    SavedChunk,
-    SavedTensor,
-    read_folder_metadata,
-)
+from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, MAX_DECODED_BYTES, Place, SavedChunk, read_folder_metadata
 from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch, most_read
 from cas_ckpt.formats.models import check_inside
 from cas_ckpt.formats.pickles import most_bytes, read_torch_pickle
@@ -76,7 +68,7 @@ def folder_tree(
     """
     metadata = read_folder_metadata(folder, follow_links=follow_links)
     files = DataFiles(folder, follow_links=follow_links)
-    check_places(metadata, files)
+    check_places(metadata.places(), files)
     scratch = Scratch()
     objects = {}
     left = most_bytes(sum(place.length for place in metadata.objects.values()))  # of all that is decompressed
@@ -90,7 +82,8 @@ def folder_tree(
     for name, item in capture_state(objects, allow_pickle=allow_pickle).children.items():
         leaves[str(name)] = item
     for key, tensor in metadata.tensors.items():
-        leaves[key] = TensorItem(tensor.spec, ChunkedSource(tensor, files, scratch, key=key))
+        chunks = [SavedArray(chunk, tensor.spec.dtype, files, key=key) for chunk in tensor.chunks]
+        leaves[key] = TensorItem(tensor.spec, ChunkedSource(tensor.spec, chunks, scratch))
     tree = nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
     saved = {place.file.partition("/")[0] for place in metadata.places()}
     return tree, frozenset(saved.union(path.name for path in folder.glob(f"*{DATA_SUFFIX}")))
@@ -197,14 +190,14 @@ class DataFiles:
         return file
 
 
-def check_places(metadata: FolderMetadata, files: DataFiles) -> None:
+def check_places(places: Iterable[Place], files: DataFiles) -> None:
     """Refuse items that are not inside their files, or that share bytes.
 
     Raises:
         InvalidInputError: names the file.
     """
     by_file: dict[str, list[tuple[int, int]]] = {}
-    for place in metadata.places():
+    for place in places:
         by_file.setdefault(place.file, []).append((place.offset, place.offset + place.length))
     for name, ranges in sorted(by_file.items()):
         size, end = files.get(name).size, 0
@@ -268,20 +261,37 @@ class Scratch:
         return kept[1]
 
 
+class Chunk(Protocol):
+    """A saved chunk of a tensor, whose elements are read in its own coordinates."""
+
+    @property
+    def box(self) -> Box:
+        """Where it is in the tensor."""
+        ...
+
+    def read(self, box: Box, scratch: Scratch, /) -> Array:
+        """The elements of `box`; valid until the thread reads again."""
+        ...
+
+    def read_bytes(self, sizes: tuple[int, ...], /) -> int:
+        """Memory of a thread that reads boxes nowhere longer than `sizes`."""
+        ...
+
+
 class ChunkedSource:
     """A tensor that is stored in saved chunks; an `ArraySource` of global boxes."""
 
     __slots__ = ("_axis", "_chunks", "_reach", "_scratch", "_starts", "spec")
 
-    def __init__(self, tensor: SavedTensor, files: DataFiles, scratch: Scratch, *, key: str) -> None:
-        self.spec, self._scratch = tensor.spec, scratch
+    def __init__(self, spec: Spec, chunks: Sequence[Chunk], scratch: Scratch) -> None:
+        """`chunks` hold each element of a tensor of `spec` once."""
+        self.spec, self._scratch = spec, scratch
         # Chunks are looked up along the axis that is cut most; none is longer than `reach` there.
-        boxes = [chunk.box for chunk in tensor.chunks]
-        axes = range(len(tensor.spec.shape))
+        boxes = [chunk.box for chunk in chunks]
+        axes = range(len(spec.shape))
         self._axis = axis = max(axes, key=lambda at: len({box.offsets[at] for box in boxes}), default=0)
-        ordered = sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets[axis]) if axes else tensor.chunks
-        self._chunks = [SavedArray(chunk, tensor.spec.dtype, files, key=key) for chunk in ordered]
-        self._starts = [chunk.box.offsets[axis] for chunk in ordered] if axes else []
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.box.offsets[axis]) if axes else [*chunks]
+        self._starts = [chunk.box.offsets[axis] for chunk in self._chunks] if axes else []
         self._reach = max((box.sizes[axis] for box in boxes), default=0) if axes else 0
 
     @property
@@ -305,7 +315,7 @@ class ChunkedSource:
             array[part.relative_to(box).slices] = chunk.read(part.relative_to(chunk.box), self._scratch)
         return array
 
-    def _touching(self, box: Box) -> Iterator[tuple[SavedArray, Box]]:
+    def _touching(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         if not self._starts:
             yield self._chunks[0], box
             return

@@ -2,9 +2,9 @@
 
 The format is chosen here; what reads and writes torch's own files and DCP's folders is imported for them alone.
 
-Where an import goes: a file that holds a state of its own (torch.save, DCP) keeps the names in it. Everything else is
-named for what it is: "model", "optim", "scheduler", "scaler", "rng/<rank>", "sampler", "dataloader",
-"custom/<number>", "metadata", "files". All of it goes under the prefix, if there is one.
+Where an import goes: a file that holds a state of its own (torch.save, DCP, torchsnapshot) keeps the names in it.
+Everything else is named for what it is: "model", "optim", "scheduler", "scaler", "rng/<rank>", "sampler",
+"dataloader", "custom/<number>", "metadata", "files". All of it goes under the prefix, if there is one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from cas_ckpt.formats.models import (
     without_wrappers,
 )
 from cas_ckpt.formats.safetensors import ExportInfo, export_safetensors, model_tree
+from cas_ckpt.formats.torchsnapshot_metadata import is_snapshot_folder
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, Name
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -57,7 +58,7 @@ def import_any(
     handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, prefix: str = "",
     follow_links: bool = False, adapter: str = DEFAULT_ADAPTER, keep_names: bool = False, progress: Progress = SILENT,
 ) -> ImportInfo:  # fmt: skip
-    """Commit a .safetensors, .pt, .pth, .bin or .ckpt file, or the folder of a model, of a trainer or of DCP.
+    """Commit a .safetensors, .pt, .pth, .bin or .ckpt file, or the folder of a model, a trainer, DCP or torchsnapshot.
 
     Needs one buffer per thread for tensors, whatever the size of the files. They must not change meanwhile:
     what was read is what is committed.
@@ -106,7 +107,14 @@ def read_state(
 
     Tensors are read when they are asked for.
     """
-    if is_dcp_folder(path):
+    if is_snapshot_folder(path):
+        from cas_ckpt.formats.torchsnapshot_import import snapshot_tree
+
+        folder = Path(path)
+        tree, saved = snapshot_tree(folder, allow_pickle=allow_pickle, follow_links=follow_links)
+        files = files_beside(folder, saved, follow_links=follow_links)
+        beside = side_items(files)
+    elif is_dcp_folder(path):
         from cas_ckpt.formats.dcp_import import folder_tree
 
         folder = Path(path)

@@ -12,7 +12,7 @@ Every snapshot is a commit with a tag, in one repository for all snapshots of a 
     2. ranks.py: what the ranks tell one another before they commit or check out together
     3. sharing.py: what of a state is one for all ranks, and what each rank has for itself
     4. opened.py: repositories that stay open, and the branches that snapshots go to
-    5. snapshot.py: `Snapshot` and `PendingSnapshot`: the verbs
+    5. snapshot.py: `Snapshot` and `PendingSnapshot`: the verbs; `import_snapshot` for folders of torchsnapshot
     6. contents.py: what a snapshot holds, by rank and path, in the words of torchsnapshot; manifest.py: its entries
     7. targets.py: objects to be restored, as a checkout takes them
     8. stateful.py: `StateDict`, `Stateful`; failures.py: errors that handlers for torchsnapshot's catch, too
@@ -24,7 +24,7 @@ is pickled unless asked for. torchsnapshot itself is not imported.
 from __future__ import annotations
 
 from cas_ckpt.torchsnapshot.opened import close_repositories
-from cas_ckpt.torchsnapshot.snapshot import PendingSnapshot, Snapshot
+from cas_ckpt.torchsnapshot.snapshot import PendingSnapshot, Snapshot, import_snapshot
 from cas_ckpt.torchsnapshot.stateful import RNGState, StateDict, Stateful
 
-__all__ = ["PendingSnapshot", "RNGState", "Snapshot", "StateDict", "Stateful", "close_repositories"]
+__all__ = ["PendingSnapshot", "RNGState", "Snapshot", "StateDict", "Stateful", "close_repositories", "import_snapshot"]

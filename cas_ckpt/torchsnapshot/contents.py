@@ -103,7 +103,8 @@ class Contents:
     def __init__(self, repo: Repository, commit: str, *, allow_pickle: bool = False) -> None:
         """Lists the commit."""
         self.repo, self.commit, self.allow_pickle = repo, commit, allow_pickle
-        self.world_size: int = repo.show(commit).world_size or 1
+        held_by = repo.show(commit).world_size or 1
+        self.world_size = held_by
         self.root = Node((), "dict")
         by_key: dict[str, Node] = {}
         for entry in repo.ls(commit):
@@ -114,7 +115,7 @@ class Contents:
             at.kind, at.shape, at.dtype, at.has_tensors = entry.kind, entry.shape, entry.dtype, is_tensor
             by_key[entry.key] = at
         self._name_kinds(self.root)
-        if self.world_size > 1:
+        if held_by > 1:  # of a snapshot that was imported nobody knows who held what
             for row in repo.shards(commit):
                 node = by_key[row.key]
                 node.regions.append((frozenset(row.ranks), list(row.offsets), list(row.sizes)))
@@ -124,6 +125,8 @@ class Contents:
         if node.children and node is not self.root:
             is_numbered = all(type(name) is int for name in node.children)
             node.kind = self.repo.entry(self.commit, node.key).kind if is_numbered else "dict"
+            if node.is_per_rank:
+                self.world_size = max(self.world_size, *(int(rank) + 1 for rank in node.children))
         for child in node.children.values():
             if child.children:
                 self._name_kinds(child)
@@ -236,7 +239,8 @@ class Contents:
                 self._add(manifest, node.children[rank], path, rank, values, own=True)
             return
         if id(node) in values:
-            holders = next((leaf.regions[0][0] for leaf in node.leaves() if leaf.regions), frozenset({0}))
+            everybody = frozenset(range(self.world_size))
+            holders = next((leaf.regions[0][0] for leaf in node.leaves() if leaf.regions), everybody)
             is_all = not own and len(holders) == self.world_size > 1
             listed = own or (rank == 0 if is_all else rank in holders)
             _add_value(manifest, values[id(node)], path, node.key, listed=listed, replicated=is_all)
@@ -256,7 +260,8 @@ class Contents:
     def _tensor(self, node: Node, rank: int, own: bool) -> Entry | None:
         """The entry of a tensor or array for a rank; None: it is in that of rank 0, or another one's."""
         mine = [(offsets, sizes) for ranks, offsets, sizes in node.regions if rank in ranks]
-        is_all = not own and len(node.regions) == 1 and len(node.regions[0][0]) == self.world_size > 1
+        holders = node.regions[0][0] if node.regions else range(self.world_size)
+        is_all = not own and len(node.regions) <= 1 and len(holders) == self.world_size > 1
         if not own and self.world_size > 1 and (rank > 0 if is_all else not mine):
             return None
         if node.kind == "array":

@@ -120,6 +120,11 @@ def close_repositories() -> None:
             each.close()
 
 
+def new_branch() -> str:
+    """A branch for another run."""
+    return f"{RUN}{secrets.token_hex(4)}"
+
+
 def branch_for(opened: Opened) -> str:
     """The branch that the next snapshot goes to; for rank 0 to choose."""
     if opened.branch is not None:
@@ -129,9 +134,9 @@ def branch_for(opened: Opened) -> str:
         return head.branch
     if head.commit is not None:
         ends = [name for name, commit in opened.repo.branches().items() if commit == head.commit]
-        return next(iter(ends), f"{RUN}{secrets.token_hex(4)}")
+        return next(iter(ends), new_branch())
     is_empty = opened.repo.latest(opened.repo.default_branch) is None
-    return opened.repo.default_branch if is_empty else f"{RUN}{secrets.token_hex(4)}"
+    return opened.repo.default_branch if is_empty else new_branch()
 
 
 def _open(place: Place, **how: Any) -> Repository:

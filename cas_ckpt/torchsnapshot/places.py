@@ -200,7 +200,7 @@ def _noted(path: Path) -> tuple[str, str] | None:
     except (ValueError, TypeError, KeyError) as error:
         raise NotInSnapshotError(
             f"{file} was written by torchsnapshot, or is damaged: import it once, "
-            f"repo.import_file({str(path)!r}), and check the commit out; or take the snapshot to another path"
+            f"cas_ckpt.torchsnapshot.import_snapshot({str(path)!r}, NEW_PATH), or take the snapshot to another path"
         ) from error
     return (named if "://" in named else os.path.normpath(path / named)), tag
 

@@ -26,11 +26,20 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from cas_ckpt import CommitInfo, CommitOptions, NoRepositoryError, NotFoundError, PendingCommit, Repository, RNGState
+from cas_ckpt import (
+    CommitInfo,
+    CommitOptions,
+    ImportOptions,
+    NoRepositoryError,
+    NotFoundError,
+    PendingCommit,
+    Repository,
+    RNGState,
+)
 from cas_ckpt.torchsnapshot.contents import Contents, Found
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError, PendingSnapshotError
 from cas_ckpt.torchsnapshot.manifest import Entry, SnapshotMetadata
-from cas_ckpt.torchsnapshot.opened import Opened, branch_for, forget, is_kept, reader, together
+from cas_ckpt.torchsnapshot.opened import Opened, branch_for, forget, is_kept, new_branch, reader, together
 from cas_ckpt.torchsnapshot.places import Place, place_of, write_file
 from cas_ckpt.torchsnapshot.ranks import Ranks
 from cas_ckpt.torchsnapshot.sharing import (
@@ -390,6 +399,29 @@ class _Taking:
         if self.ranks.rank == 0:
             self.opened.repo.tag(self.place.tag, made, force=True)
             write_file(self.place)
+
+
+def import_snapshot(
+    folder: str | os.PathLike[str], path: str, storage_options: dict[str, Any] | None = None
+) -> Snapshot:
+    """Make a snapshot at `path` of one that torchsnapshot wrote to `folder`, which stays as it is. On one rank alone.
+
+    Nothing in the folder is run; the snapshot restores as it did there, into any number of ranks that it allowed.
+
+    Raises:
+        InvalidInputError: no folder of torchsnapshot, damaged, or it wants to run code. What `take` raises.
+    """
+    place = place_of(path, storage_options)
+    with Repository.open(place.repository, create=True, group=None, **place.options) as repo:
+        is_empty = repo.latest(repo.default_branch) is None
+        made = repo.import_file(
+            folder,
+            branch=repo.default_branch if is_empty else new_branch(),
+            options=ImportOptions(keep_names=True, allow_pickle=place.allow_pickle),
+        )
+        repo.tag(place.tag, made, force=True)
+    write_file(place)
+    return Snapshot(path, storage_options=storage_options)
 
 
 def _captured(app_state: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -27,8 +27,19 @@ from cas_ckpt.torchsnapshot.contents import Contents, Name, Node
 _WRAPPERS = frozenset({"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names that commits of modules leave out, and snapshots keep."""
 
+_TORCH_ONLY = "rng_state"
+"""The only name in the random state of a snapshot that was imported from torchsnapshot."""
+
 _FLATTENING = "FullyShardedDataParallel"
 """Modules under it are committed in parts; their own state dict says what the snapshot has."""
+
+
+class _TorchState:
+    """The random state of torch alone, as torchsnapshot keeps it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set it."""
+        torch.set_rng_state(state[_TORCH_ONLY])
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +107,9 @@ def plan_object(stateful: Any, key: str, contents: Contents, *, rank: int, world
     """
     node = contents.of_key(key)
     is_same = contents.world_size == world_size
+    inner = node.children.get(rank, node) if node.is_per_rank else node
+    if isinstance(stateful, RNGState) and [*inner.children] == [_TORCH_ONLY]:
+        return Planned(later=(Target(_TorchState(), None), contents.read(inner)))
     if not node.is_per_rank:
         own = dict(_per_rank(node))
         target = _checked_out(stateful, node, [*own], strict=strict)
