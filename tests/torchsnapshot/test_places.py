@@ -101,6 +101,6 @@ def test_a_snapshot_of_torchsnapshot_is_neither_read_nor_overwritten(tmp_path: P
     theirs = json.dumps({"version": "0.1.0", "world_size": 1, "manifest": {}})
     (folder / FILE_NAME).write_text(theirs)
     for verb in (lambda: Snapshot(str(folder)).get_manifest(), lambda: Snapshot.take(str(folder), STATE)):
-        with pytest.raises(NotInSnapshotError, match="import_file"):
+        with pytest.raises(NotInSnapshotError, match="import_snapshot"):
             verb()
     assert (folder / FILE_NAME).read_text() == theirs
