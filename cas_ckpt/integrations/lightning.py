@@ -26,7 +26,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 
 from cas_ckpt import InvalidInputError, Repository, RNGState
 from cas_ckpt.integrations.lightning_io import METRICS, RNG, CasCheckpointIO
@@ -123,9 +122,7 @@ class CasModelCheckpoint(ModelCheckpoint):
         checkpoint[RNG] = dict(enumerate(states))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the random state of this rank, and mend what a killed process left, if a training goes on."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
+        """Note the random state of this rank, and mend what a killed process left."""
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         self._is_between_epochs = epoch["processed"] == epoch["started"]
         states = checkpoint.get(RNG, {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 import re
 import signal
 import subprocess
@@ -33,7 +35,15 @@ from cas_ckpt import (
     UnsupportedValueError,
 )
 from cas_ckpt.integrations.lightning import CasCheckpointIO, CasModelCheckpoint
-from tests.frameworks.lightning_cases import Net, batches, fabric_loop, train, train_until_killed, trainer_of
+from tests.frameworks.lightning_cases import (
+    Net,
+    batches,
+    fabric_loop,
+    save_until_killed,
+    train,
+    train_until_killed,
+    trainer_of,
+)
 from tests.frameworks.programs import PAGE, roots_of
 from tests.processes import ROOT, Forked
 from tests.ranks import Outcome, results, run_processes
@@ -317,6 +327,11 @@ def test_lightnings_own_files_are_read_and_removed(tmp_path: Path) -> None:
     io.remove_checkpoint(tmp_path / "files" / "last.ckpt")
     io.remove_checkpoint(tmp_path / "files" / "nothing.ckpt")
     assert files(tmp_path / "files") == ["epoch=0-step=4.ckpt"]
+    torch.save({"x": os.getcwd}, tmp_path / "pickled.ckpt")
+    for weights_only in (None, True):
+        with pytest.raises(pickle.UnpicklingError):
+            io.load_checkpoint(tmp_path / "pickled.ckpt", weights_only=weights_only)
+    assert io.load_checkpoint(tmp_path / "pickled.ckpt", weights_only=False) == {"x": os.getcwd}
 
 
 def test_a_revision_is_a_path_and_another_branch_another_training(
@@ -438,14 +453,24 @@ def test_a_checkpoint_on_an_exception_is_gone_when_a_later_training_has_ended(tm
 def test_links_go_alone_and_copies_do_not_matter(tmp_path: Path) -> None:
     io = CasCheckpointIO(tmp_path / "ckpts", on_save_error="raise")
     file, link = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    io.save_checkpoint({"x": 1}, file)
+    for path, step in ((file, 1), (tmp_path / "c.ckpt", 2)):
+        io.save_checkpoint({"step": step}, path)
     link.symlink_to(file)
-    io.save_checkpoint({"x": 2}, tmp_path / "c.ckpt")
     io.remove_checkpoint(link)
-    assert io.load_checkpoint(file) == {"x": 1} and not link.is_symlink()
+    assert not link.is_symlink() and kept(tmp_path) == [2, 1]
     link.symlink_to(file)
-    io.save_checkpoint({"x": 3}, link)
-    assert io.load_checkpoint(file) == {"x": 1} and io.load_checkpoint(link) == {"x": 3}
+    io.save_checkpoint({"step": 3}, link)
+    assert not link.is_symlink() and kept(tmp_path) == [3, 2, 1]
+
+
+def test_what_a_killed_process_committed_and_did_not_name_is_replaced_by_the_next_save_there(tmp_path: Path) -> None:
+    with Forked(save_until_killed, tmp_path) as process:
+        process.wait(60)
+    assert process.returncode == -signal.SIGKILL
+    io = CasCheckpointIO(tmp_path / "ckpts")
+    assert kept(tmp_path) == [None, None] and io.load_checkpoint(tmp_path / "a.ckpt")["x"][0] == 1
+    io.save_checkpoint({"x": torch.full((300,), 3)}, tmp_path / "a.ckpt")
+    assert kept(tmp_path) == [None]
 
 
 def test_garbage_is_left_to_its_collection_if_asked_for(tmp_path: Path) -> None:
