@@ -38,7 +38,7 @@ class ElasticLoader:
     the process. Ranks must iterate alike: the position is that of all of them.
 
     Attributes:
-        epoch: The epoch that the next batch is of, from 0.
+        epoch: The epoch that the next batch is of, from 0; once the last batch of one was handed out, the next one.
         consumed: How many of its samples all ranks together have been given.
     """
 
@@ -99,6 +99,9 @@ class ElasticLoader:
         self._turn = turn = self._turn + 1
         rank, world_size = self._ranks()
         begun, order = self.consumed, self._order()
+        if len(order) - begun < world_size:
+            self.epoch, self.consumed = self.epoch + 1, 0
+            return
         mine = (step[rank::world_size] for step in self._steps(order, begun, world_size))
         # A generator of its own: what seeds the workers is no number of the process.
         seeds = _generator(self._seed, self.epoch, begun)
@@ -110,9 +113,9 @@ class ElasticLoader:
                     "another one is begun, or before a checkout into the loader"
                 )
             self.consumed += len(step)
+            if len(order) - self.consumed < world_size:  # trainers do not ask for a batch after the last one
+                self.epoch, self.consumed = self.epoch + 1, 0
             yield batch
-        if turn == self._turn:
-            self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """Where it is; the same on all ranks."""

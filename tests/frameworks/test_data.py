@@ -69,6 +69,19 @@ def test_all_ranks_take_together_what_one_takes() -> None:
     assert [sorted(step) for step in steps(loaders(2))] == [sorted(step) for step in alone]
 
 
+def test_an_epoch_has_ended_when_its_last_batch_was_handed_out() -> None:
+    """Trainers ask for `len(loader)` batches and no more; what is committed with the last one goes on after it."""
+    (loader,), (other,) = loaders(1), loaders(1)
+    epochs = []
+    for _ in range(3):
+        batches = iter(loader)
+        epochs.append([sample for _ in range(len(loader)) for sample in next(batches).tolist()])
+    assert all(sorted(epoch) == [*range(50)] for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+    assert loader.state_dict() == loaders(1)[0].state_dict() | {"epoch": 3}
+    other.load_state_dict(loader.state_dict())
+    assert flat(steps([other])) == flat(steps([loader]))
+
+
 def test_the_same_seed_gives_the_same_order_and_no_shuffle_that_of_the_dataset() -> None:
     assert steps(loaders(2)) == steps(loaders(2)) != steps(loaders(2, seed=6))
     assert flat(steps(loaders(1, shuffle=False))) == [*range(50)]
