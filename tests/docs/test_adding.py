@@ -104,9 +104,9 @@ def test_a_store_of_another_package_is_found_by_its_entry_point(tmp_path: Path) 
     assert "the packages another and cas-ckpt-toy have a store for 'toy'" in cas_ckpt("-C", url, "status").stderr
     shutil.rmtree(second)
     assert "a URL has '://'" in cas_ckpt("init", "toy:/values").stderr
-    for source, told in (
+    for source, told in (  # each of another length: Python takes a file of one length and second for the same
         ("import a_module_that_nobody_has", "of the package cas-ckpt-toy cannot be imported: No module"),
-        ("raise RuntimeError('no driver')", "of the package cas-ckpt-toy cannot be imported: no driver"),
+        ("raise RuntimeError('no driver here')", "of the package cas-ckpt-toy cannot be imported: no driver here"),
         ("open_toy = lambda url: None", "the package cas-ckpt-toy opens a NoneType, which is no store"),
     ):
         (installed / "toy_store.py").write_text(source)
