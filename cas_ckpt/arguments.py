@@ -45,6 +45,7 @@ WorkerKind: TypeAlias = Literal["thread", "process"]
 
 OnConflict: TypeAlias = Literal["retry", "raise"]
 OnDivergence: TypeAlias = Literal["raise", "warn"]
+OnSaveError: TypeAlias = Literal["warn", "raise"]
 FrozenCheck: TypeAlias = Literal["checksum", "version"]
 ReplicaCheck: TypeAlias = Literal["checksum", "sample"]
 

@@ -265,5 +265,5 @@ with Repository.open("runs/ckpts") as repo:
 
 def test_the_programs_of_the_page_on_dcp_run(tmp_path: Path) -> None:
     programs = blocks(ROOT / "docs" / "dcp.md", "python")
-    assert len(programs) >= 2
+    assert len(programs) == 2
     run(sys.executable, "-c", "\n".join([BEFORE_DCP, *programs, AFTER_DCP]), folder=tmp_path)

@@ -25,6 +25,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path as FilePath
 from typing import IO, Any
 
@@ -346,7 +347,7 @@ class Beside:
     """
 
     models: Mapping[str, Name] = field(default_factory=dict)
-    writers: Mapping[str, Callable[[IO[bytes]], None]] = field(default_factory=dict)
+    writers: Mapping[str, Callable[[IO[bytes]], object]] = field(default_factory=dict)
     entries: frozenset[Name] = frozenset()
 
 
@@ -413,23 +414,22 @@ def export_safetensors(
     for name in side_files or ():
         if not is_plain_name(name) or name in index or name in names or name in beside.writers:
             raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
-    extra = {**(side_files or {}), **index}  # who finds the index finds everything that it names
+    writers: dict[str, Callable[[IO[bytes]], object]] = {
+        name: partial(_write_shard, handle, shard, metadata=metadata or {}, progress=progress)
+        for name, shard in zip(names, shards, strict=True)
+    }
+    writers |= beside.writers
+    for name, data in {**(side_files or {}), **index}.items():  # who finds the index finds everything that it names
+        writers[name] = partial(_write_bytes, data)
     total_bytes = sum(_size(shard) for shard in shards)
     with (
         phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
-        OutputFiles(folder, [*names, *beside.writers, *extra], force=force) as output,
+        OutputFiles(folder, [*writers], force=force) as output,
     ):  # fmt: skip
-        for name, shard in zip(names, shards, strict=True):
-            with output.open(name) as file:
-                _write_shard(handle, shard, file, metadata or {}, progress)
-        for name, write in beside.writers.items():
+        for name, write in writers.items():
             with output.open(name) as file:
                 write(file)
-        for name, data in extra.items():
-            with output.open(name) as file:
-                file.write(data)
-    written_files = tuple(str(folder / name) for name in (*names, *beside.writers, *extra))
-    return ExportInfo(written_files, sum(map(len, shards)), total_bytes)
+    return ExportInfo(tuple(str(folder / name) for name in writers), sum(map(len, shards)), total_bytes)
 
 
 # --- what goes where ------------------------------------------------------------------------
@@ -549,8 +549,12 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
 # --- writing --------------------------------------------------------------------------------
 
 
+def _write_bytes(data: bytes, file: IO[bytes]) -> None:
+    file.write(data)
+
+
 def _write_shard(
-    handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], metadata: Mapping[str, str],
+    handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], *, metadata: Mapping[str, str],
     progress: Progress,
 ) -> None:  # fmt: skip
     stored = {tensor.name: tensor.stored for tensor in tensors}

@@ -203,7 +203,7 @@ def _metadata(top: _Fields) -> SnapshotMetadata:
         kind = entry.get("type", str)
         if kind in _CONTAINERS:
             node.kind = _CONTAINERS[kind]
-            node.names = {_component(name): name for name in (entry.get("keys", list) if kind != "list" else ())}
+            node.names = {component(_key(name)): name for name in (entry.get("keys", list) if kind != "list" else ())}
             continue
         node.leaf = _leaf(kind, entry, path)
         is_divided = kind in ("ShardedTensor", "DTensor")
@@ -222,11 +222,15 @@ def _metadata(top: _Fields) -> SnapshotMetadata:
     return SnapshotMetadata(ranks)
 
 
-def _component(name: Any) -> str:
-    """A key of a dict as a component of a path."""
+def component(name: object) -> str:
+    """A key of a dict as a component of a path of torchsnapshot."""
+    return str(name).replace("%", "%25").replace("/", "%2F")
+
+
+def _key(name: Any) -> Name:
     if type(name) is not str and type(name) is not int:
         raise _OddFormError(f"a dict with a key of type {type(name).__name__}")
-    return str(name).replace("%", "%25").replace("/", "%2F")
+    return name
 
 
 def _placed(root: SavedNode, path: str, parts: list[str]) -> SavedNode:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import load_tree, select
+from cas_ckpt.core.records import layout_of
+from cas_ckpt.core.tree import load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.models import FILES, METADATA, MODEL, PARTS, SUFFIXES, numbered
 from cas_ckpt.formats.safetensors import SUFFIX, Beside, ExportInfo, export_safetensors
@@ -24,11 +25,12 @@ from cas_ckpt.formats.torch_file import save_torch
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.state import Container, render_key
+from cas_ckpt.objects.state import Container, Name, render_key
 from cas_ckpt.objects.state import Path as KeyPath
+from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.ops.history.find import list_entries
 from cas_ckpt.progress import Progress
-from cas_ckpt.training.verbs import load_state
+from cas_ckpt.training.restore.materialize import materialize
 
 GROUPS = frozenset(key.partition("/")[0] for rows in PARTS.values() for _, key in rows if "/" in key)
 """What has a file for each of its entries: "rng", by rank."""
@@ -65,11 +67,16 @@ def export_trainer_folder(
             )
         parts[part] = file
 
+    @lru_cache(maxsize=1)  # the random states of all ranks at once, and nothing beside what is being written
+    def entry(name: Name) -> Any:
+        part = replace(tree, children={name: tree.children[name]})
+        with naming_forgotten(handle, root):
+            fetch = partial(fetch_tensors, handle, progress=progress, unseen=True)
+            return materialize(with_values(handle, part), fetch, layout=layout_of(handle, row))[name]
+
     def write(part: KeyPath, file: IO[bytes]) -> None:
-        value: Any = load_state(handle, row.digest.hex(), keys=render_key(part), progress=progress)
-        for name in part:
-            value = value[name]
-        save_torch(value, file, parts[part])
+        value = entry(part[0])
+        save_torch(value[part[1]] if len(part) > 1 else value, file, parts[part])
 
     models = {file: part[0] for part, file in parts.items() if file.endswith(SUFFIX)}
     writers = {file: partial(write, part) for part, file in parts.items() if file not in models}

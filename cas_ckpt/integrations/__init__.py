@@ -9,10 +9,10 @@
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
     torchft.py       `CasTransport`: replicas heal from commits
     torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
-    accelerate_ranks.py    what ranks that Accelerate has started tell one another
+    ranks.py         what ranks tell one another beside a commit
     rotation.py      what adapters that keep the youngest commits forget
 
-1. An adapter uses public hooks and names of its framework, and public names of cas_ckpt, nothing else.
+1. An adapter uses public hooks and names of its framework, nothing else of it.
 2. It hands live objects to `commit` and `checkout`: nothing is pickled, tensors are restored in place.
 3. Commits and checkouts are collective: the hooks that call them run on all ranks. Where a framework gathers a state
    and saves it on rank 0 alone, as Lightning does, rank 0 opens the repository for itself.

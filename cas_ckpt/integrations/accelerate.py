@@ -22,7 +22,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -30,8 +30,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
-from cas_ckpt import CkptError, CommitInfo, InvalidInputError, PerRank, Repository, RNGState
-from cas_ckpt.integrations.accelerate_ranks import of_first, together
+from cas_ckpt import CkptError, CommitInfo, InvalidInputError, PerRank, Repository, RNGState, StorageError
+from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.integrations.ranks import Ranks
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -126,7 +127,7 @@ class SaveHooks:
                 _named(models), message=os.path.basename(output_dir), branch=self._branch, frozen="requires_grad"
             )
             found = {"repository": self._repository.url, "commit": self.last_commit.id, "branch": self._branch}
-            together(lambda: self._point(Path(output_dir), found), f"{POINTER} could not be written")
+            Ranks().gather(lambda: self._point(Path(output_dir), found))
         except CkptError as error:
             self.last_error = error
             if self._fails:
@@ -137,13 +138,17 @@ class SaveHooks:
 
     def _point(self, folder: Path, found: dict[str, str]) -> None:
         """Let the folder name the commit; weights of an earlier save into it go, as Accelerate would replace them."""
-        if self._accelerator.is_local_main_process:
+        if not self._accelerator.is_local_main_process:
+            return
+        try:
             (folder / POINTER).write_text(json.dumps(found), encoding="utf-8")
             for path in _weights_in(folder):
                 path.unlink()
+        except OSError as error:
+            raise StorageError(f"{folder} cannot name its commit: {error}") from error
 
     def _load(self, models: list[Any], input_dir: str) -> None:
-        commit, branch = of_first(lambda: self._pointed(Path(input_dir)))
+        commit, branch = Ranks().from_first(lambda: self._pointed(Path(input_dir)))
         if commit is not None:
             self._repository.checkout(commit, into=_named(models))
             models.clear()
@@ -174,7 +179,7 @@ def commit_saves(
     repository: Repository | str | os.PathLike[str],
     *,
     branch: str | None = None,
-    on_save_error: Literal["warn", "raise"] = "warn",
+    on_save_error: OnSaveError = "warn",
 ) -> SaveHooks:
     """From now on `save_state` commits weights and does not write them; `load_state` checks them out.
 
@@ -190,8 +195,7 @@ def commit_saves(
     Raises:
         InvalidInputError: Accelerate saves models by other ways here (FSDP, DeepSpeed): commit `state` instead.
     """
-    if on_save_error not in ("warn", "raise"):
-        raise InvalidInputError(f'on_save_error is {on_save_error!r}: wanted "warn" or "raise"')
+    check_choice("on_save_error", on_save_error, OnSaveError)
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise InvalidInputError(f"save_state of {kind.value} gives weights to no hook: commit state(...) instead")

@@ -30,18 +30,20 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, broadcast_object_list
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cas_ckpt import CkptError, CommitInfo, InvalidInputError, Repository, RNGState, StateDict
-from cas_ckpt.integrations.accelerate_ranks import of_first, together
+from cas_ckpt import CkptError, CommitInfo, InvalidInputError, Repository, RNGState, StateDict, StorageError
+from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.integrations.hf_files import (
     MARK,
     best_step,
@@ -52,7 +54,9 @@ from cas_ckpt.integrations.hf_files import (
     rng_files,
     saves,
     trainer_state,
+    write_files,
 )
+from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.integrations.rotation import forget_own
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -92,7 +96,7 @@ class CasCallback(TrainerCallback):
         repository: Repository | str | os.PathLike[str],
         *,
         branch: str | None = None,
-        on_save_error: Literal["warn", "raise"] = "warn",
+        on_save_error: OnSaveError = "warn",
         keep_files: bool = False,
         frozen: str | Sequence[str] | None = "requires_grad",
     ) -> None:
@@ -109,8 +113,7 @@ class CasCallback(TrainerCallback):
         Raises:
             InvalidInputError: another word for `on_save_error`.
         """
-        if on_save_error not in ("warn", "raise"):
-            raise InvalidInputError(f'on_save_error is {on_save_error!r}: wanted "warn" or "raise"')
+        check_choice("on_save_error", on_save_error, OnSaveError)
         self.repository = repository if isinstance(repository, Repository) else None
         self.last_commit: CommitInfo | None = None
         self.last_error: CkptError | None = None
@@ -137,15 +140,12 @@ class CasCallback(TrainerCallback):
             StorageError: the folder cannot be written.
         """
         args, repository = self._ready()
-        commit: CommitInfo | None = of_first(lambda: repository.latest(self._branch))
+        commit: CommitInfo | None = Ranks().from_first(lambda: repository.latest(self._branch))
         self._resumed = commit
         if commit is None:
             return None
         folder = Path(args.output_dir) / f"{FOLDER}{commit.short_id}"
-        together(
-            lambda: self._write_folder(repository, commit, folder) if args.should_save else None,
-            "no folder to resume from could be made",
-        )
+        Ranks().gather(lambda: self._make_folder(repository, commit, folder) if args.should_save else None)
         if self._filling is None and not self._is_fsdp:
             self._filling = self._model.register_load_state_dict_pre_hook(_fill_in)
         return str(folder)
@@ -184,7 +184,7 @@ class CasCallback(TrainerCallback):
             raise InvalidInputError("CasCallback cannot tell the trials of a hyperparameter search apart")
         self._num_saves = self._num_logged = 0
         if self._resumed is not None and self._resumed.step == state.global_step:
-            of_first(lambda: self._go_back(repository))
+            Ranks().from_first(lambda: self._go_back(repository))
             repository.checkout(self._resumed, into={**_live_objects(**live), "trainer": StateDict()})
             self._num_saves, self._num_logged = self._resumed.meta["save"] + 1, len(state.log_history)
 
@@ -233,6 +233,12 @@ class CasCallback(TrainerCallback):
             raise InvalidInputError("no Trainer has this callback yet: make it first, with callbacks=[callback]")
         return self._args, self.repository
 
+    def _make_folder(self, repository: Repository, commit: CommitInfo, folder: Path) -> None:
+        try:
+            self._write_folder(repository, commit, folder)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"no folder to resume from could be made: {error}") from error
+
     def _write_folder(self, repository: Repository, commit: CommitInfo, folder: Path) -> None:
         if not is_ours(commit):
             raise InvalidInputError(f"{commit.short_id}, the newest of {self._branch}, is not of a CasCallback")
@@ -245,8 +251,7 @@ class CasCallback(TrainerCallback):
             _mark(written, {"repository": repository.url, "commit": commit.id})
         trainer["best_model_checkpoint"] = self._best_folder(repository, commit)
         (folder / "trainer_state.json").write_text(json.dumps(trainer), encoding="utf-8")
-        for name, state in rng_files(stored["rng"]).items():
-            torch.save(state, folder / name)
+        write_files(folder, {name: partial(torch.save, state) for name, state in rng_files(stored["rng"]).items()})
         # FSDP would read a folder of its own; what it loads from shards that an index names, it loads as others do.
         stub = "shards.safetensors" if self._is_fsdp else "model.safetensors"
         save_file({STUB: torch.zeros(1)}, folder / stub)

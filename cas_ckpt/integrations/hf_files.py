@@ -14,14 +14,16 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from transformers import TrainerState
 
-from cas_ckpt import CommitInfo, ConflictError, InvalidInputError, NotFoundError, Repository
+from cas_ckpt import CommitInfo, ConflictError, InvalidInputError, NotFoundError, Repository, StorageError
+from cas_ckpt.formats.folders import OutputFiles
 
 MARK = "cas_ckpt.json"
 """A file in each of Trainer's folders whose weights were removed: which commit of which repository has them."""
@@ -58,16 +60,13 @@ def write_checkpoint(
     stored = repository.load(commit, keys=["optimizer", "scheduler", "trainer", "rng"])
     with suppress(NotFoundError):  # most trainings have none
         stored.update(repository.load(commit, keys="scaler"))
-    _write(place / "scheduler.pt", lambda path: torch.save(stored["scheduler"], path))
-    if "scaler" in stored:
-        _write(place / "scaler.pt", lambda path: torch.save(stored["scaler"], path))
-    for name, state in rng_files(stored["rng"]).items():
-        _write(place / name, lambda path, state=state: torch.save(state, path))  # type: ignore[misc]
     best = place.parent / f"checkpoint-{commit.meta['best']}"
     named = {"best_model_checkpoint": str(best) if best.is_dir() else None}
     text = json.dumps({**trainer_state(repository, commit, stored), **named})
-    _write(place / "trainer_state.json", lambda path: path.write_text(text, encoding="utf-8"))
-    _write(place / "optimizer.pt", lambda path: torch.save(_by_number(stored["optimizer"]), path))
+    values = {f"{name}.pt": stored[name] for name in ("scheduler", "scaler") if name in stored}
+    values |= {**rng_files(stored["rng"]), "optimizer.pt": _by_number(stored["optimizer"])}
+    files: dict[str, Callable[[IO[bytes]], object]] = {name: partial(torch.save, each) for name, each in values.items()}
+    write_files(place, {**files, "trainer_state.json": lambda file: file.write(text.encode())})
     if (place / "adapter_config.json").exists():
         repository.export(commit, place, keys="model", adapter=adapter)
     else:
@@ -75,11 +74,19 @@ def write_checkpoint(
     return commit
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file; it has its name when it is whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary)
-    os.replace(temporary, path)
+def write_files(folder: Path, files: Mapping[str, Callable[[IO[bytes]], object]]) -> None:
+    """Write files of a folder, each by what is given for it, in place of those that are there; all appear, or none.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    with OutputFiles(folder, [*files], force=True) as output:
+        for name, write in files.items():
+            with output.open(name) as file:
+                try:
+                    write(file)
+                except RuntimeError as error:  # torch's own for a disk that is full
+                    raise StorageError(f"{folder / name} cannot be written: {error}") from error
 
 
 def _by_number(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +128,7 @@ def read_mark(folder: Path) -> dict[str, str]:
         found = json.loads((folder / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: said for name, said in found.items() if isinstance(said, str)} if isinstance(found, dict) else {}
 
 
 def is_ours(commit: CommitInfo) -> bool:

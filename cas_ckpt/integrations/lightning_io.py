@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -42,6 +42,8 @@ from cas_ckpt import (
     Repository,
     UnsupportedValueError,
 )
+from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.formats.folders import OutputFiles
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -79,7 +81,7 @@ class CasCheckpointIO(TorchCheckpointIO):
         repository: Repository | str | os.PathLike[str],
         *,
         branch: str | None = None,
-        on_save_error: Literal["warn", "raise"] = "warn",
+        on_save_error: OnSaveError = "warn",
         asynchronous: bool = False,
         collect: bool = True,
         options: CommitOptions | None = None,
@@ -99,8 +101,7 @@ class CasCheckpointIO(TorchCheckpointIO):
         Raises:
             InvalidInputError: another word for `on_save_error`.
         """
-        if on_save_error not in ("warn", "raise"):
-            raise InvalidInputError(f'on_save_error is {on_save_error!r}: wanted "warn" or "raise"')
+        check_choice("on_save_error", on_save_error, OnSaveError)
         self.branch, self.last_file = branch, None  # type: tuple[str | None, str | None]
         self.last_commit: CommitInfo | None = None
         self.loaded: CommitInfo | None = None
@@ -267,7 +268,7 @@ class CasCheckpointIO(TorchCheckpointIO):
         """A commit in the background has ended: called by the thread that made it."""
         try:
             self._settle(file, pending.result())
-        except (CkptError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the next save raises it, or `teardown`
             self._note_failure(file, error)
 
     def _settle(self, file: str, commit: CommitInfo) -> None:
@@ -345,22 +346,23 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     if files.isfile(str(path)):
         with files.open(str(path), "rb") as file:
             data = file.read(MOST_BYTES)
-    found: dict[str, Any] | None = json.loads(data) if data.startswith(b'{"cas_ckpt": ') else None
+    if not data.startswith(b'{"cas_ckpt": '):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise InvalidInputError(f"{path} is to name a commit, and is damaged ({error}): remove it") from error
     return found
 
 
 def _write(path: str, said: Mapping[str, Any]) -> None:
     """Write such a file; on this machine it is there whole, and durable, or as it was before."""
-    files, folder, data = get_filesystem(path), os.path.dirname(path), json.dumps(said).encode()
+    (folder, name), data = os.path.split(path), json.dumps(said).encode()
     if "://" in path:
-        files.pipe_file(path, data)
+        get_filesystem(path).pipe_file(path, data)
         return
-    temporary = os.path.join(folder, f".{os.path.basename(path)}")  # what a killed process left is overwritten
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)  # a link is replaced, not what it leads to
+    with OutputFiles(Path(folder), [name], force=True) as output, output.open(name) as file:
+        file.write(data)  # a link is replaced, not what it leads to
 
 
 def _file_of(commit: CommitInfo) -> str | None:

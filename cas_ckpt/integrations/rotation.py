@@ -12,20 +12,20 @@ from cas_ckpt import CommitInfo, InvalidInputError, Repository
 
 
 def forget_own(repository: Repository, branch: str, old: Sequence[CommitInfo]) -> None:
-    """Forget those of `old`, commits of `branch`, that no other branch leads to, and collect garbage; by one rank.
+    """Forget those of `old` that no other branch leads to, and collect garbage; by one rank.
 
-    Its cost grows with the history of the other branches.
-
+    Args:
+        old: Commits of `branch`, the youngest first, each leading to those after it.
     Raises:
         CkptError: see `Repository.forget` and `Repository.gc`.
     """
     own = [commit for commit in old if not commit.forgotten]
     if not own:
         return
-    others = [f"refs/heads/{name}" for name in repository.branches() if name != branch]
-    shared = {commit.id for commit in repository.log(others)} if others else set()
+    others = [f"^refs/heads/{name}" for name in repository.branches() if name != branch]
+    alone = {commit.id for commit in repository.log([own[0].id, *others])}  # what no other branch leads to
     for commit in own:
-        if commit.id not in shared:
-            with suppress(InvalidInputError):  # a tag names it, or it is the head of a branch
+        if commit.id in alone:
+            with suppress(InvalidInputError):  # a tag names it
                 repository.forget(revisions=commit.id)
     repository.gc()

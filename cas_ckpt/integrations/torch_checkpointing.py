@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import distributed
@@ -39,6 +39,7 @@ from cas_ckpt import (
     PerRank,
     Repository,
 )
+from cas_ckpt.arguments import OnSaveError, check_choice
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -64,7 +65,7 @@ class CasCheckpointManager:
         config: CheckpointManager.Config | None = None,
         *,
         branch: str | None = None,
-        on_save_error: Literal["warn", "raise"] = "warn",
+        on_save_error: OnSaveError = "warn",
     ) -> None:
         """Open the repository, or make it.
 
@@ -79,8 +80,7 @@ class CasCheckpointManager:
             CkptError: it cannot be opened; see `Repository.open`.
         """
         config = config or CheckpointManager.Config()
-        if on_save_error not in ("warn", "raise"):
-            raise InvalidInputError(f'on_save_error is {on_save_error!r}: wanted "warn" or "raise"')
+        check_choice("on_save_error", on_save_error, OnSaveError)
         specs = {**config.items, "default": config.default}
         given = [name for name in FILES_ONLY if getattr(config, name) is not None]
         given += [f"layout of {name}" for name, spec in specs.items() if spec is not None and spec.layout is not None]

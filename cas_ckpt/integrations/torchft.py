@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from threading import Event
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -38,6 +38,7 @@ from cas_ckpt import (
     Repository,
     StillPendingError,
 )
+from cas_ckpt.arguments import OnSaveError, check_choice
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -65,7 +66,7 @@ class CasTransport(CheckpointTransport[T]):
         *,
         branch: str | None = None,
         state_dict: Callable[[], Mapping[str, Any]] | None = None,
-        on_save_error: Literal["warn", "raise"] = "warn",
+        on_save_error: OnSaveError = "warn",
     ) -> None:
         """Open the repository, or make it.
 
@@ -80,8 +81,7 @@ class CasTransport(CheckpointTransport[T]):
             InvalidInputError: another word for `on_save_error`, or an open repository, which may have a process group.
             CkptError: it cannot be opened; see `Repository.open`.
         """
-        if on_save_error not in ("warn", "raise"):
-            raise InvalidInputError(f'on_save_error is {on_save_error!r}: wanted "warn" or "raise"')
+        check_choice("on_save_error", on_save_error, OnSaveError)
         if not isinstance(repository, (str, os.PathLike)):
             raise InvalidInputError("repository: give a path or URL, which is opened without a process group")
         self.repository = Repository.open(repository, create=True, group=None)

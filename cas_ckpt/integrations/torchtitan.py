@@ -22,7 +22,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import distributed
 from torchtitan.components.checkpointer import (
     DATALOADER,
     LR_SCHEDULER,
@@ -45,6 +44,8 @@ from cas_ckpt import (
     Repository,
     RNGState,
 )
+from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.integrations.rotation import forget_own
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -82,7 +83,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         """Commit at once; or in the background: then training waits until the state is copied, in pinned memory."""
 
-        on_save_error: Literal["warn", "raise"] = "warn"
+        on_save_error: OnSaveError = "warn"
         """What a save fails of is logged as an error and training goes on; or it ends the training."""
 
         def __post_init__(self) -> None:
@@ -98,8 +99,7 @@ class CasCheckpointManager(BaseCheckpointManager):
             modes = [mode.value for mode in AsyncMode]
             if self.async_mode not in modes:
                 raise InvalidInputError(f"async_mode is {self.async_mode!r}: wanted one of {modes}")
-            if self.on_save_error not in ("warn", "raise"):
-                raise InvalidInputError(f'on_save_error is {self.on_save_error!r}: wanted "warn" or "raise"')
+            check_choice("on_save_error", self.on_save_error, OnSaveError)
 
     def __init__(
         self, config: Config, *, dataloader: Any, model_parts: list[torch.nn.Module], optimizers: Any,
@@ -146,7 +146,7 @@ class CasCheckpointManager(BaseCheckpointManager):
             NotFoundError: no commit of the branch is of this step.
             CkptError: it cannot be restored; see `Repository.checkout`.
         """
-        found: tuple[str, int | None, bool] | None = _of_rank_0(lambda: self._find(step))
+        found: tuple[str, int | None, bool] | None = Ranks().from_first(lambda: self._find(step))
         if found is None:
             _LOGGER.info("no commit on %s of %s yet: torchtitan looks for files", self._branch, self.repository.url)
             return bool(self._own_manager().load())
@@ -222,7 +222,7 @@ class CasCheckpointManager(BaseCheckpointManager):
             self.save_future = made
             return True
         self.last_commit, self._has_history, self._left = made, True, None
-        if self._config.keep_latest_k and _rank() == 0:
+        if self._config.keep_latest_k and Ranks().rank == 0:
             try:
                 self._forget(made)
             except CkptError as error:  # on this rank alone, so it cannot end the training of all
@@ -286,23 +286,3 @@ class CasCheckpointManager(BaseCheckpointManager):
 
 def _is_only_model(commit: CommitInfo) -> bool:
     return isinstance(commit.meta, dict) and commit.meta.get(MARK) == ONLY_MODEL
-
-
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
-
-
-def _of_rank_0(look: Callable[[], Any]) -> Any:
-    """What `look` gives on rank 0; all ranks raise what it raises there."""
-    if not distributed.is_initialized():
-        return look()
-    found: list[Any] = [None]
-    if distributed.get_rank() == 0:
-        try:
-            found = [look()]
-        except CkptError as error:
-            found = [error]
-    distributed.broadcast_object_list(found, src=0)
-    if isinstance(found[0], CkptError):
-        raise found[0]
-    return found[0]

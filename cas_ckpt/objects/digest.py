@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NewType
@@ -115,13 +116,6 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _packer() -> msgpack.Packer:
-    """This thread's packer, empty: what it had no memory to hand out would come before what is packed next."""
-    packer = _local.packer
-    packer.reset()
-    return packer
-
-
 def pack_atom(value: Any) -> bytes:
     """The shortest form of an atom, of an ExtType, or of lists (inside one another) of atoms.
 
@@ -130,7 +124,12 @@ def pack_atom(value: Any) -> bytes:
         UnicodeEncodeError: a string with lone surrogates.
         ValueError: longer than 2^32-1 bytes or items.
     """
-    packed: bytes = _packer().pack(value)
+    packer = _local.packer
+    try:
+        packed: bytes = packer.pack(value)
+    except BaseException:
+        packer.reset()  # what it packed and had no memory to hand out would come before what is packed next
+        raise
     if len(packed) > _KEPT_BUFFER_BYTES:
         _local.__init__()  # type: ignore[misc]  # the packer keeps its buffer: do not hold on to a huge one
     return packed
@@ -141,17 +140,27 @@ def pack_ext(code: int, payload: bytes) -> bytes:
     return pack_atom(msgpack.ExtType(code, payload))
 
 
+@lru_cache(maxsize=4096)
+def _array_header(count: int) -> bytes:
+    header: bytes = msgpack.Packer().pack_array_header(count)
+    return header
+
+
+@lru_cache(maxsize=4096)
+def _map_header(count: int) -> bytes:
+    header: bytes = msgpack.Packer().pack_map_header(count)
+    return header
+
+
 def pack_array(items: Sequence[bytes]) -> bytes:
     """An array of items that are packed already."""
-    header: bytes = _packer().pack_array_header(len(items))
-    return header + b"".join(items)
+    return _array_header(len(items)) + b"".join(items)
 
 
 def pack_map(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A map of (key, value) pairs that are packed already, in any order."""
     ordered = sorted(pairs)
-    header: bytes = _packer().pack_map_header(len(ordered))
-    return header + b"".join(chain.from_iterable(ordered))
+    return _map_header(len(ordered)) + b"".join(chain.from_iterable(ordered))
 
 
 def all_atoms(items: Iterable[Any]) -> bool:

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 import cas_ckpt
 from cas_ckpt import Repository
+from cas_ckpt.formats.torchsnapshot_metadata import component
 from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
 from cas_ckpt.torchsnapshot.manifest import (
@@ -37,7 +38,6 @@ from cas_ckpt.torchsnapshot.manifest import (
     SnapshotMetadata,
     TensorEntry,
 )
-from cas_ckpt.torchsnapshot.sharing import encoded
 
 Name = str | int
 _VALUES = frozenset({"value", "dict", "odict", "list", "tuple", "ranks"})
@@ -216,7 +216,7 @@ class Contents:
         manifest: dict[str, Entry] = {}
         for rank in range(self.world_size):
             for key, node in self.root.children.items():
-                self._add(manifest, node, f"{rank}/{encoded(key)}", rank, values)
+                self._add(manifest, node, f"{rank}/{component(key)}", rank, values)
         return SnapshotMetadata(cas_ckpt.__version__, self.world_size, manifest)
 
     def _read_values(self, node: Node, values: dict[int, Any]) -> None:
@@ -251,7 +251,7 @@ class Contents:
             ]
             manifest[path] = ListEntry() if node.kind in ("list", "tuple") else DictEntry(names)
             for name, child in node.children.items():
-                self._add(manifest, child, f"{path}/{encoded(name)}", rank, values, own)
+                self._add(manifest, child, f"{path}/{component(name)}", rank, values, own)
             return
         entry = self._tensor(node, rank, own)
         if entry is not None:
@@ -292,12 +292,12 @@ def _add_value(manifest: dict[str, Entry], value: Any, path: str, key: str, *, l
             manifest[path] = ObjectEntry(key, SERIALIZER, kind, replicated)
         return
     for name, child in pairs:
-        _add_value(manifest, child, f"{path}/{encoded(name)}", key, listed=listed, replicated=replicated)
+        _add_value(manifest, child, f"{path}/{component(name)}", key, listed=listed, replicated=replicated)
 
 
 def _item(value: Any, name: str) -> Any:
     """The item of a dict that a component of a path names."""
-    return next(child for each, child in value.items() if str(each) == name) if isinstance(value, dict) else value[name]
+    return {str(each): child for each, child in value.items()}[name] if isinstance(value, dict) else value[name]
 
 
 def _own(loaded: Any, node: Node, rank: int) -> Any:

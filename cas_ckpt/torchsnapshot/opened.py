@@ -25,8 +25,8 @@ from threading import Lock
 from typing import Any
 
 from cas_ckpt import CkptError, Repository
+from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.torchsnapshot.places import RUN, Place
-from cas_ckpt.torchsnapshot.ranks import Ranks
 
 
 @dataclass(slots=True, eq=False)

@@ -35,6 +35,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from cas_ckpt.errors import InvalidInputError, StorageError
+from cas_ckpt.formats.folders import OutputFiles
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
 
 FILE_NAME = ".snapshot_metadata"
@@ -112,29 +113,14 @@ def write_file(place: Place) -> None:
     named = place.repository if "://" in place.repository else os.path.relpath(place.repository, folder)
     record = {"version": "cas_ckpt", "repository": named, "tag": place.tag, "manifest": {}}
     data = json.dumps(record, indent=2).encode()
-    temporary = folder / f"{FILE_NAME}.{os.getpid()}.tmp"
     try:
         if file.exists() and file.read_bytes() == data:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as out:
+        with OutputFiles(folder, [FILE_NAME], force=True) as output, output.open(FILE_NAME) as out:
             out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
-        _sync(folder)
-        _sync(folder.parent)
-    except OSError as error:
+    except (OSError, StorageError) as error:
         raise StorageError(f"{file} cannot be written: {error}; the snapshot is the tag {place.tag!r} all the same, in "
                            f"{place.repository}") from error  # fmt: skip
-
-
-def _sync(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _text(path: str | os.PathLike[str]) -> str:

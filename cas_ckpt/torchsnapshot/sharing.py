@@ -29,13 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cas_ckpt import PerRank, RNGState
 from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.formats.torchsnapshot_metadata import component
 
 Prepare = Callable[[str, torch.Tensor, bool], torch.Tensor]
-
-
-def encoded(name: object) -> str:
-    """One key as a component of a path."""
-    return str(name).replace("%", "%25").replace("/", "%2F")
 
 
 def is_sharded(value: Any) -> bool:
@@ -74,12 +70,12 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
 
 def leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The path and value of all that is no container, or an empty one."""
-    stack = [(encoded(key), value) for key, value in reversed([*state.items()])]
+    stack = [(component(key), value) for key, value in reversed([*state.items()])]
     while stack:
         path, value = stack.pop()
         children = _children(value)
         if children:
-            stack += [(f"{path}/{encoded(name)}", child) for name, child in reversed([*children.items()])]
+            stack += [(f"{path}/{component(name)}", child) for name, child in reversed([*children.items()])]
         else:
             yield path, value
 
@@ -119,12 +115,12 @@ def divided(state: Mapping[str, Any], shared: Collection[str], opened: Collectio
         children = _children(value)
         if path not in opened or children is None:
             return PerRank(value)
-        parts = {name: part(child, f"{path}/{encoded(name)}") for name, child in children.items()}
+        parts = {name: part(child, f"{path}/{component(name)}") for name, child in children.items()}
         if all(made is child for made, child in zip(parts.values(), children.values(), strict=True)):
             return value  # with what torch notes on it: versions of modules
         return list(parts.values()) if type(value) is list else type(value)(parts)
 
-    return {key: part(value, encoded(key)) for key, value in state.items()}
+    return {key: part(value, component(key)) for key, value in state.items()}
 
 
 def prepared(state: Mapping[str, Any], prepare: Prepare) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def prepared(state: Mapping[str, Any], prepare: Prepare) -> dict[str, Any]:
         children = _children(value)
         if children is None:
             return value
-        parts = {name: part(child, f"{path}/{encoded(name)}") for name, child in children.items()}
+        parts = {name: part(child, f"{path}/{component(name)}") for name, child in children.items()}
         return list(parts.values()) if type(value) is list else type(value)(parts)
 
-    return {key: part(value, encoded(key)) for key, value in state.items()}
+    return {key: part(value, component(key)) for key, value in state.items()}

@@ -36,12 +36,12 @@ from cas_ckpt import (
     Repository,
     RNGState,
 )
+from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.torchsnapshot.contents import Contents, Found
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError, PendingSnapshotError
 from cas_ckpt.torchsnapshot.manifest import Entry, SnapshotMetadata
 from cas_ckpt.torchsnapshot.opened import Opened, branch_for, forget, is_kept, new_branch, reader, together
 from cas_ckpt.torchsnapshot.places import Place, place_of, write_file
-from cas_ckpt.torchsnapshot.ranks import Ranks
 from cas_ckpt.torchsnapshot.sharing import (
     Prepare,
     agreed_globs,

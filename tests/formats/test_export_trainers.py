@@ -58,6 +58,8 @@ def test_parts_that_are_chosen_come_out_alone(repo: Repository, tmp_path: Path) 
     repo.import_file(tmp_path / "in")
     repo.export("HEAD", tmp_path / "out", format="trainer", keys=["model", "rng/~=1"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "rng_state_1.pth"]
+    repo.export("HEAD", tmp_path / "groups", format="trainer", keys="optim/param_groups")
+    assert [*torch.load(tmp_path / "groups" / "optimizer.pt")] == ["param_groups"]
     repo.export("HEAD", tmp_path / "optimizer", format="trainer", keys="optim")
     assert [path.name for path in (tmp_path / "optimizer").iterdir()] == ["optimizer.pt"]
 

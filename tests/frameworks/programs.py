@@ -18,12 +18,10 @@ from tests.processes import Forked
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 
 
-def program(section: str) -> str:
-    """The first block of Python in a section of the page, whose heading begins so."""
-    _, _, text = PAGE.read_text().partition(f"\n## {section}")
-    found = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+def program(section: str, number: int = 0) -> str:
+    """A block of Python in a section of the page, whose heading begins so; by its number, from 0."""
+    text = PAGE.read_text().partition(f"\n## {section}")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[number]
 
 
 def roots_of(section: str, folder: Path, *, kill_at: int | None = None) -> list[str]:

@@ -202,7 +202,7 @@ def test_a_commit_in_the_middle_of_accumulated_gradients_is_refused(tmp_path: Pa
 
 def test_misuse_is_told(tmp_path: Path) -> None:
     accelerator, *_ = prepared()
-    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+    with pytest.raises(InvalidInputError, match="give 'warn' or 'raise'"):
         commit_saves(accelerator, tmp_path / "ckpts", on_save_error="")  # type: ignore[arg-type]
     accelerator.state.distributed_type = DistributedType.FSDP
     with pytest.raises(InvalidInputError, match=r"commit state\(...\) instead"):

@@ -31,7 +31,7 @@ from cas_ckpt import (
 from cas_ckpt.integrations.hf import HEAVY, CasCallback, CasTrainerMixin
 from cas_ckpt.integrations.hf_files import saves
 from tests.frameworks.hf_cases import STEPS, gpt2, llama_with_lora, sft_trainer, train, train_until_killed, trainer_of
-from tests.frameworks.programs import roots_of
+from tests.frameworks.programs import program, roots_of, run
 from tests.processes import Forked
 from tests.ranks import Outcome, results, run_processes
 
@@ -238,7 +238,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no Trainer has this callback yet"):
         CasCallback(tmp_path / "ckpts").latest()
-    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+    with pytest.raises(InvalidInputError, match="give 'warn' or 'raise'"):
         CasCallback(tmp_path / "ckpts", on_save_error="ignore")  # type: ignore[arg-type]
     cb = CasCallback(tmp_path / "ckpts")
     trainer_of(tmp_path, cb)
@@ -359,6 +359,11 @@ def test_the_gradient_scaler_is_committed(tmp_path: Path) -> None:
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
     whole = roots_of("transformers.Trainer", tmp_path / "whole")
     assert len(whole) == 4 and roots_of("transformers.Trainer", tmp_path / "killed", kill_at=4) == whole
+    with Forked(run, program("transformers.Trainer", 1), str(tmp_path / "whole"), None) as process:  # back to files
+        assert process.wait(60) == 0
+    assert {"model.safetensors", "optimizer.pt"} <= {
+        each.name for each in (tmp_path / "whole" / "runs" / "out" / "checkpoint-20").iterdir()
+    }
 
 
 def test_importing_the_package_imports_no_framework() -> None:
@@ -470,7 +475,9 @@ def test_a_folder_that_has_weights_alone_is_not_resumed_from(tmp_path: Path) -> 
         trainer_of(tmp_path, CasCallback(tmp_path / "ckpts"), **given).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("stale", ["written since", "another repository", "an unknown commit", "a save that failed"])
+@pytest.mark.parametrize(
+    "stale", ["written since", "another repository", "an unknown commit", "a save that failed", "no text"]
+)
 def test_files_that_no_commit_of_this_training_holds_stay(tmp_path: Path, stale: str) -> None:
     cb = CasCallback(tmp_path / "ckpts")
     trainer_of(tmp_path, cb, max_steps=2).train()
@@ -481,6 +488,8 @@ def test_files_that_no_commit_of_this_training_holds_stay(tmp_path: Path, stale:
         mark["repository"] += "-2"
     if stale == "an unknown commit":
         mark["commit"] = "0" * 64
+    if stale == "no text":
+        mark["commit"] = [mark["commit"]]
     if stale == "a save that failed":
         mark = {"pending": "0" * 32}
     if stale == "written since":
@@ -546,7 +555,7 @@ def test_a_disk_that_is_full_for_torch_too_is_an_error_of_all_ranks(
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(StorageError, match="no folder to resume from could be made"):
+    with pytest.raises(StorageError, match="rng_state.pth cannot be written"):
         cb.latest()
 
 

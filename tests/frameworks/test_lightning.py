@@ -334,6 +334,12 @@ def test_lightnings_own_files_are_read_and_removed(tmp_path: Path) -> None:
     assert io.load_checkpoint(tmp_path / "pickled.ckpt", weights_only=False) == {"x": os.getcwd}
 
 
+def test_a_damaged_file_that_names_a_commit_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_text('{"cas_ckpt": 1, "repo')
+    with pytest.raises(InvalidInputError, match="is to name a commit, and is damaged"):
+        CasCheckpointIO(tmp_path / "ckpts").load_checkpoint(tmp_path / "a.ckpt")
+
+
 def test_a_revision_is_a_path_and_another_branch_another_training(
     tmp_path: Path, uninterrupted: list[CommitInfo]
 ) -> None:
@@ -556,7 +562,7 @@ def test_a_strategy_with_files_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_misuse_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+    with pytest.raises(InvalidInputError, match="give 'warn' or 'raise'"):
         CasCheckpointIO(tmp_path / "ckpts", on_save_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="dirpath="):
         CasModelCheckpoint("s3://bucket/run")

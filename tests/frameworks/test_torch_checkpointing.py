@@ -189,7 +189,7 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     for config in (CheckpointManager.Config(finalize_callback=print), CheckpointManager.Config(items={"x": layout})):
         with pytest.raises(InvalidInputError, match="a commit has no files"):
             CasCheckpointManager(tmp_path / "repo", config)
-    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+    with pytest.raises(InvalidInputError, match="give 'warn' or 'raise'"):
         CasCheckpointManager(tmp_path / "repo", on_save_error="ignore")  # type: ignore[arg-type]
     manager = CasCheckpointManager(tmp_path / "repo", synchronous(items={"x": ItemSpec()}, default=None))
     with pytest.raises(InvalidInputError, match="'y'.* have no ItemSpec"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import signal
@@ -19,11 +20,13 @@ pytest.importorskip("torchft")
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
+from torchft import Manager
 from torchft.checkpointing import transport_test
 from torchft.coordination import LighthouseServer
 
 from cas_ckpt import InvalidInputError, MismatchError, PermissionDeniedError, Repository, StillPendingError
 from cas_ckpt.integrations.torchft import CasTransport
+from tests.frameworks.programs import program
 from tests.frameworks.torchft_cases import train
 from tests.processes import Forked
 
@@ -77,6 +80,16 @@ def test_a_replica_that_was_killed_heals_from_a_commit_and_training_goes_on_exac
     assert run_replicas(tmp_path / "killed", lighthouse, kill_at=3) == whole
     with Repository.open(tmp_path / "killed" / "healing") as repository:
         assert [move for move in repository.branches() if "torchft" not in move] == []
+
+
+def test_the_function_of_the_page_makes_a_manager_with_the_transport(tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    names: dict[str, Any] = {}
+    exec(program("torchft"), names)
+    names.update(Manager=lambda **options: given.update(options), CasTransport=lambda url: url)
+    names["manager_of"](1, 2, 3)
+    assert given.pop("checkpoint_transport") == "s3://bucket/healing"
+    inspect.signature(Manager).bind(**given, checkpoint_transport=None)
 
 
 # ------------------------------------------------------------ the transport
@@ -159,7 +172,7 @@ def test_a_send_that_fails_is_logged_or_raised(tmp_path: Path, way: Any, caplog:
 
 
 def test_misuse_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match='wanted "warn" or "raise"'):
+    with pytest.raises(InvalidInputError, match="give 'warn' or 'raise'"):
         CasTransport[Any](tmp_path / "repo", on_save_error="ignore")  # type: ignore[arg-type]
     with Repository.init(tmp_path / "repo") as repository, pytest.raises(InvalidInputError, match="path or URL"):
         CasTransport[Any](repository)  # type: ignore[arg-type]

@@ -269,7 +269,7 @@ def test_a_save_that_fails_ends_the_training_if_asked_for(tmp_path: Path, mode: 
 
 MISUSE = [
     ({"repository": ""}, "InvalidInputError", "give the path or URL of a repository"),
-    ({"on_save_error": "ignore"}, "InvalidInputError", 'wanted "warn" or "raise"'),
+    ({"on_save_error": "ignore"}, "InvalidInputError", "give 'warn' or 'raise'"),
     ({"async_mode": "sometimes"}, "InvalidInputError", "wanted one of"),
     ({"exclude_from_loading": ["loader"]}, "InvalidInputError", "there are ['dataloader',"),
     ({"load_only": True}, "NoRepositoryError", "holds no cas_ckpt repository"),

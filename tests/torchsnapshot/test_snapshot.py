@@ -164,9 +164,11 @@ def test_an_object_is_read_into_a_tensor_that_fits(tmp_path: Path, caplog: pytes
     assert "cannot be loaded into" in caplog.text
 
 
-@pytest.mark.parametrize("path", ["0/state/nothing", "state/foo", "0", "", "0/state/foo/deeper", "0/nothing"])
+@pytest.mark.parametrize(
+    "path", ["0/state/nothing", "state/foo", "0", "", "0/state/foo/deeper", "0/nothing", "0/state/empty/deeper"]
+)
 def test_a_path_that_is_not_there_is_an_error_of_both_worlds(tmp_path: Path, path: str) -> None:
-    snapshot = Snapshot.take(str(tmp_path / "one"), {"state": StateDict(foo=42)})
+    snapshot = Snapshot.take(str(tmp_path / "one"), {"state": StateDict(foo=42, empty={})})
     with pytest.raises(NotInSnapshotError) as raised:
         snapshot.read_object(path)
     assert isinstance(raised.value, CkptError) and isinstance(raised.value, RuntimeError)

@@ -1,8 +1,8 @@
-"""What the ranks of a job tell one another before they commit or check out together.
+"""What the ranks of a job tell one another beside a commit or a checkout: what they found, and what they failed of.
 
 Each exchange carries what a rank failed of, if it did: so every rank raises, the one that failed its own error, the
-others a `PeerError` that names it. It goes over the process group of the caller, as in torchsnapshot; the commit that
-follows has connections of its own.
+others a `PeerError` that names it. It goes over the process group of the caller, or the default one; a commit
+has connections of its own.
 
 Invariant: all ranks make the same exchanges in the same order, whatever happens on one of them.
 """
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that take or restore a snapshot together; one process alone, where there is no process group."""
+    """The ranks that save or restore together; one process alone, where there is no process group."""
 
     def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
-        """`pg` as for `Snapshot`: None means the default group, if there is one."""
+        """`pg` None means the default group, if there is one."""
         is_group = dist.is_available() and dist.is_initialized()
         self.pg = pg if pg is not None else (dist.group.WORLD if is_group else None)
         self.rank: int = dist.get_rank(self.pg) if self.pg is not None else 0
@@ -55,7 +55,7 @@ class Ranks:
         failed = {rank: why for rank, (why, _) in enumerate(heard) if why}
         if failed:
             rank, why = next(iter(failed.items()))
-            raise PeerError(f"rank {rank} of the snapshot failed: {why}", tuple(failed))
+            raise PeerError(f"rank {rank} failed: {why}", tuple(failed))
         return [made for _, made in heard]
 
     def from_first(self, make: Callable[[], T]) -> T:
