@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cas_ckpt import CkptError, CommitOptions, InvalidInputError, Repository
+from cas_ckpt import CommitOptions, InvalidInputError, Repository, UnsupportedValueError
 from cas_ckpt.torchsnapshot import RNGState, Snapshot, StateDict, close_repositories, import_snapshot
 from tests.formats.snapshot_folders import Divided, SnapshotFolder, write_snapshot
 from tests.torchsnapshot.states import same, trained
@@ -131,45 +131,67 @@ def _entry(path: str, entry: Any) -> Callable[[SnapshotFolder], None]:
     return lambda folder: folder.entries.__setitem__(path, entry)
 
 
-def _shard(number: int, name: str, value: Any) -> Callable[[SnapshotFolder], None]:
-    return lambda folder: folder.entries["1/x/d"]["shards"][number].__setitem__(name, value)
+def _shard(name: str, value: Any, *, of: str = "") -> Callable[[SnapshotFolder], None]:
+    def change(folder: SnapshotFolder) -> None:
+        shard = folder.entries["1/x/d"]["shards"][0]
+        (shard[of] if of else shard)[name] = value
+
+    return change
 
 
-BROKEN: dict[str, Callable[[SnapshotFolder], Any]] = {
-    "code": lambda folder: folder.saved("0/x/o", _Runs()),
-    "no pickle": lambda folder: folder.write("0/x/o", b"nothing"),
-    "no bytes": lambda folder: folder.write("0/x/o", b""),
-    "no file": lambda folder: (folder.path / "0/x/t").unlink(),
-    "cut short": lambda folder: folder.write("0/x/t", bytes(15)),
-    "too long": lambda folder: folder.write("0/x/t", bytes(20)),
-    "out of the folder": _change("location", "../x"),
-    "absolute": _change("location", "/etc/passwd"),
-    "another length": _change("shape", [5]),
-    "a negative size": _change("shape", [-4]),
-    "no shape": _change("shape", "4"),
-    "many dimensions": _change("shape", [1] * 100),
-    "an unknown dtype": _change("dtype", "torch.float31"),
-    "an unknown serializer": _change("serializer", "pickle"),
-    "a range outside": _change("byte_range", [4, 20]),
-    "a range backwards": _change("byte_range", [20, 4]),
-    "shared bytes": lambda folder: folder.entries["0/x/u"].update(location="0/x/t", byte_range=[0, 16]),
-    "a rank too many": _entry("2/x/t", {"type": "list"}),
-    "no rank": _entry("x/t", {"type": "list"}),
-    "an unknown type": _entry("0/x/v", {"type": "Secret", "serialized_value": "x"}),
-    "no integer": _entry("0/x/v", {"type": "int", "serialized_value": "x", "replicated": False}),
-    "no float": _entry("0/x/v", {"type": "float", "serialized_value": "AAAA", "replicated": False}),
-    "no truth": _entry("0/x/v", {"type": "bool", "serialized_value": "yes", "replicated": False}),
-    "no entry": _entry("0/x/v", 7),
-    "below a value": _entry("0/x/t/more", {"type": "list"}),
-    "below nothing": _entry("0/nothing/more", {"type": "list"}),
-    "a key that is not named": _entry("0/x/more", {"type": "list"}),
-    "too deep": _entry("0/" + "x/" * 200, {"type": "list"}),
-    "a list with a gap": _entry("0/x/l/7", {"type": "int", "serialized_value": "1", "replicated": False}),
-    "a list with a name": _entry("0/x/l/a", {"type": "int", "serialized_value": "1", "replicated": False}),
-    "shards that overlap": _shard(0, "offsets", [2, 0]),
-    "shards with a hole": _shard(0, "offsets", [4, 0]),
-    "a shard of another shape": _shard(0, "sizes", [1, 3]),
-    "a dict with odd keys": _entry("0/x", {"type": "dict", "keys": [1.5]}),
+BROKEN: dict[str, tuple[Callable[[SnapshotFolder], Any], str]] = {
+    "code": (lambda folder: folder.saved("0/x/o", _Runs()), "posix.mkdir"),
+    "no pickle": (lambda folder: folder.write("0/x/o", b"nothing"), "0/x/o"),
+    "no bytes": (lambda folder: folder.write("0/x/o", b""), "0 bytes to be decoded"),
+    "no file": (lambda folder: (folder.path / "0/x/t").unlink(), "no file can be opened"),
+    "cut short": (lambda folder: folder.write("0/x/t", bytes(15)), "has 15 bytes, the tensor 16"),
+    "too long": (lambda folder: folder.write("0/x/t", bytes(20)), "has 20 bytes, the tensor 16"),
+    "out of the folder": (_change("location", "../beside"), "wanted the name of a file in the folder"),
+    "another length": (_change("shape", [5]), "the tensor 20"),
+    "a negative size": (_change("shape", [-4]), "shape is no list of sizes"),
+    "no shape": (_change("shape", "4"), "shape is no list"),
+    "many dimensions": (_change("shape", [1] * 100), "shape is no list of sizes"),
+    "an unknown dtype": (_change("dtype", "torch.float31"), "the dtype 'float31'"),
+    "an unknown serializer": (_change("serializer", "pickle"), "written by pickle"),
+    "a range outside": (_change("byte_range", [4, 20]), "ends at byte 20 of 16"),
+    "a range of another length": (_change("byte_range", [0, 12]), "the bytes 0 to 12 .* and has 16"),
+    "a range backwards": (_change("byte_range", [20, 4]), "the bytes 20 to 4"),
+    "shared bytes": (
+        lambda folder: folder.entries["0/x/u"].update(location="0/x/t", byte_range=[0, 16]),
+        "share bytes",
+    ),
+    "one path twice": (_entry("00/x/t", {"type": "list"}), "stands for two entries"),
+    "a rank too many": (_entry("2/x/t", {"type": "list"}), "no path of one of 2 ranks"),
+    "no rank": (_entry("x/t", {"type": "list"}), "no path of one of 2 ranks"),
+    "an unknown type": (_entry("0/x/v", {"type": "Secret", "serialized_value": "x"}), "'Secret', which is not known"),
+    "no integer": (_entry("0/x/v", {"type": "int", "serialized_value": "x"}), "'x' is no int"),
+    "no float": (_entry("0/x/v", {"type": "float", "serialized_value": "AAAA"}), "is no float"),
+    "no truth": (_entry("0/x/v", {"type": "bool", "serialized_value": "yes"}), "is no bool"),
+    "no entry": (_entry("0/x/v", 7), "type is no str"),
+    "below a value": (_entry("0/x/t/more", {"type": "list"}), "has a value, and others below"),
+    "below nothing": (_entry("0/nothing/more", {"type": "list"}), "leads through something that has no entry"),
+    "a key that is not named": (_entry("0/x/more", {"type": "list"}), "has no key 'more'"),
+    "too deep": (_entry("0/" + "x/" * 200, {"type": "list"}), "deeper than 90 levels"),
+    "a list with a gap": (_entry("0/x/l/7", {"type": "int", "serialized_value": "1"}), "some places are not saved"),
+    "a list with a name": (_entry("0/x/l/a", {"type": "int", "serialized_value": "1"}), "something without a number"),
+    "shards that overlap": (_shard("offsets", [2, 0]), "two saved chunks hold"),
+    "shards with a hole": (_shard("offsets", [4, 0]), "no saved chunk holds"),
+    "a shard of another shape": (_shard("sizes", [1, 3]), "whose tensor has another shape"),
+    "shards of two dtypes": (_shard("dtype", "torch.int32", of="tensor"), "do not belong together"),
+    "shards of two dimensions": (
+        lambda folder: folder.entries["1/x/d"]["shards"][0].update(
+            offsets=[6], sizes=[6], tensor={**folder.entries["1/x/d"]["shards"][0]["tensor"], "shape": [6]}
+        ),
+        "do not belong together",
+    ),
+    "chunks of two dtypes": (
+        lambda folder: (
+            folder.chunked("0/x/t"),
+            folder.entries["0/x/t"]["chunks"][0]["tensor"].update(dtype="torch.int32"),
+        ),
+        "pieces of several dtypes",
+    ),
+    "a dict with odd keys": (_entry("0/x", {"type": "dict", "keys": [1.5]}), "key of type float"),
 }
 
 
@@ -183,11 +205,12 @@ def test_a_broken_or_hostile_folder_is_refused_and_nothing_is_committed(
         {"x": {"t": torch.ones(4), "u": torch.ones(4), "o": (1, 2), "v": 3, "l": [1], "d": whole}} for _ in range(2)
     ]
     folder = write_snapshot(tmp_path / "old", *states)
-    BROKEN[how](folder)
+    (tmp_path / "beside").write_bytes(bytes(16))
+    change, said = BROKEN[how]
+    change(folder)
     with Repository.init(tmp_path / "repo") as repo:
-        with pytest.raises(CkptError) as raised:
+        with pytest.raises((InvalidInputError, UnsupportedValueError), match=said):
             repo.import_file(folder.finish())
-        assert isinstance(raised.value, ValueError), raised.value  # InvalidInputError, and what is derived from it
         assert repo.latest() is None
     assert not (tmp_path / "ran").exists()
 

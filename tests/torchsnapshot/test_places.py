@@ -68,6 +68,12 @@ def test_a_repository_that_was_deleted_meanwhile_is_made_anew(tmp_path: Path) ->
         Snapshot.take(str(tmp_path / "runs" / "one"), STATE)
         Snapshot(str(tmp_path / "runs" / "one")).restore({"state": StateDict()})
         shutil.rmtree(tmp_path / "runs")
+    Snapshot.take(str(tmp_path / "runs" / "one"), STATE)
+    shutil.rmtree(tmp_path / "runs")
+    Repository.init(tmp_path / "runs" / ".cas_ckpt").close()  # as another process may
+    Snapshot.take(str(tmp_path / "runs" / "two"), STATE)
+    with Repository.open(tmp_path / "runs" / ".cas_ckpt") as repo:
+        assert [*repo.tags()] == ["two"] and repo.fsck(read_data=True).ok
     with pytest.raises(NotInSnapshotError):
         Snapshot(str(tmp_path / "runs" / "one")).read_object("0/state/step")
 
