@@ -1,0 +1,69 @@
+"""Snapshots that were replaced or deleted give their space back.
+
+    a path that is taken to again     the commit before the replaced one is forgotten, and garbage is collected: whoever
+                                      reads the replaced one has until the next snapshot to finish
+    delete_snapshot                   the tag is deleted, the commit is forgotten, garbage is collected
+
+A commit that is the head of a branch stays until another snapshot follows it there.
+
+Invariant: only commits that snapshots made are forgotten, and none that a tag, a branch or a pin names. A failure is
+logged, and costs nothing but space until the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cas_ckpt import CkptError, NoRepositoryError, NotFoundError, Repository
+from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
+from cas_ckpt.torchsnapshot.places import place_of
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+SUBJECT = "snapshot "
+"""How messages of commits that are snapshots begin; their tags follow."""
+
+_MOST = 1000
+"""Commits that are looked at, the youngest first: what is older was dealt with before."""
+
+
+def delete_snapshot(path: str, storage_options: dict[str, Any] | None = None) -> None:
+    """Delete the snapshot at `path`, and its folder if nothing else is in it; its space is given back. On one rank.
+
+    Raises:
+        NotInSnapshotError: there is none.
+    """
+    place = place_of(path, storage_options)
+    try:
+        with Repository.open(place.repository, group=None, **place.options) as repo:
+            repo.delete_tag(place.tag)
+            if place.file is not None:
+                with suppress(OSError):  # something else is in the folder, or it is gone
+                    Path(place.file).unlink(missing_ok=True)
+                    os.rmdir(place.file.parent)
+            collect(repo)
+    except (NoRepositoryError, NotFoundError) as error:
+        raise NotInSnapshotError(f"there is no snapshot at {place.path} to be deleted") from error
+
+
+def collect(repo: Repository) -> None:
+    """Forget snapshots that nothing names, but for the one that each path had last, and collect garbage."""
+    try:
+        tags = repo.tags()
+        named = {*tags.values(), *repo.branches().values(), *(pin.commit for pin in repo.pins())}
+        spared: set[str] = set()
+        for commit in repo.log(all_refs=True, grep=f"^{SUBJECT}", limit=_MOST):
+            tag = commit.message.removeprefix(SUBJECT)
+            if commit.id in named or commit.forgotten:
+                continue
+            if tag in tags and tag not in spared:
+                spared.add(tag)
+                continue
+            repo.forget(revisions=commit.id)
+        repo.gc()
+    except CkptError as error:
+        _LOGGER.warning("space of snapshots that are gone was not given back, the next one tries again: %s", error)
