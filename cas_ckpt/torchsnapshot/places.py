@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from cas_ckpt.arguments import OnDivergence
 from cas_ckpt.errors import InvalidInputError, StorageError
 from cas_ckpt.formats.folders import OutputFiles
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
@@ -43,7 +44,7 @@ FILE_NAME = ".snapshot_metadata"
 
 FOLDER_NAME = ".cas_ckpt"
 
-_OWN_OPTIONS = ("repository", "index_url", "cache", "timeout_s", "allow_pickle")
+_OWN_OPTIONS = ("repository", "index_url", "cache", "timeout_s", "allow_pickle", "on_divergence")
 _PLAIN_PART = re.compile(r"[A-Za-z0-9_](?!.*\.\.)[A-Za-z0-9._-]*(?<!\.)(?<!\.ref)(?<!\.lock)")
 _WHOLE_ID = re.compile(r"[0-9a-fA-F]{64}")
 _MOST_CHARS = 120
@@ -64,6 +65,7 @@ class Place:
         tag: Of the snapshot's commit in it.
         options: Arguments of `Repository.open`.
         allow_pickle: Values that cannot be expressed otherwise are pickled, and unpickled.
+        on_divergence: What becomes of replicated values that differ, as in `CommitOptions`.
     """
 
     path: str
@@ -71,6 +73,7 @@ class Place:
     tag: str
     options: Mapping[str, Any]
     allow_pickle: bool = False
+    on_divergence: OnDivergence = "raise"
 
     @property
     def file(self) -> Path | None:
@@ -88,7 +91,7 @@ def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     text = _text(path)
     options = dict(storage_options or {})
     own = {name: options.pop(name) for name in _OWN_OPTIONS if name in options}
-    allow_pickle = bool(own.pop("allow_pickle", False))
+    how = {name: own.pop(name) for name in ("allow_pickle", "on_divergence") if name in own}
     if "://" in text:
         repository, tag = _in_url(text, own.pop("repository", None), options)
     else:
@@ -97,7 +100,7 @@ def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
                 f"storage_options has {next(iter(options))!r}; known for folders are {', '.join(_OWN_OPTIONS)}"
             )
         repository, tag = _in_folder(Path(os.path.abspath(text)), own.pop("repository", None))
-    return Place(text, repository, tag, own, allow_pickle)
+    return Place(text, repository, tag, own, **how)
 
 
 def write_file(place: Place) -> None:
