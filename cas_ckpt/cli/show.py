@@ -424,8 +424,8 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
 
     PATH is a .pt, .pth, .bin or .safetensors file, the folder of a Hugging Face model, sharded or
     not, a checkpoint of its Trainer or of Accelerate, or a folder that torch.distributed.checkpoint
-    saved, from however many ranks. The files are read in pieces. A pickle that would run code is
-    refused, never run.
+    or torchsnapshot saved, from however many ranks. The files are read in pieces. A pickle that
+    would run code is refused, never run.
 
     Of a folder, the model goes under model/, the states beside it under optim/, scheduler/, scaler/,
     rng/RANK/ and the like, small files under files/. What is left out is named, and the exit code is 3 then.

@@ -317,7 +317,9 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
         prefix: str = "", progress: Progress | bool = False, options: ImportOptions | None = None,
     ) -> ImportInfo:  # fmt: skip
-        """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
+        """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder.
+
+        Folders of Hugging Face's models and Trainer, of Accelerate, of torch.distributed.checkpoint and of torchsnapshot.
 
         The file is read in pieces, and no code in it is ever run. `message` says what was
         imported unless it is given; the other arguments are those of `commit`. What it follows is
