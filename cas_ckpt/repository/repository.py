@@ -319,7 +319,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
     ) -> ImportInfo:  # fmt: skip
         """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder.
 
-        Folders of Hugging Face's models and Trainer, of Accelerate, of torch.distributed.checkpoint and of torchsnapshot.
+        Folders are those of Hugging Face's models and Trainer, Accelerate, torch.distributed.checkpoint, torchsnapshot.
 
         The file is read in pieces, and no code in it is ever run. `message` says what was
         imported unless it is given; the other arguments are those of `commit`. What it follows is
