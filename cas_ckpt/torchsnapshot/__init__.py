@@ -14,7 +14,8 @@ Every snapshot is a commit with a tag, in one repository for all snapshots of a 
     4. snapshot.py: `Snapshot` and `PendingSnapshot`: the verbs; `import_snapshot` for folders of torchsnapshot
     5. contents.py: what a snapshot holds, by rank and path, in the words of torchsnapshot; manifest.py: its entries
     6. targets.py: objects to be restored, as a checkout takes them
-    7. stateful.py: `StateDict`, `Stateful`; failures.py: errors that handlers for torchsnapshot's catch, too
+    7. removal.py: snapshots that were replaced or deleted give their space back
+    8. stateful.py: `StateDict`, `Stateful`; failures.py: errors that handlers for torchsnapshot's catch, too
 
 Invariant: commits hold the state dicts of the objects, names and all, as torchsnapshot would have saved them; nothing
 is pickled unless asked for. torchsnapshot itself is not imported.
@@ -23,7 +24,17 @@ is pickled unless asked for. torchsnapshot itself is not imported.
 from __future__ import annotations
 
 from cas_ckpt.torchsnapshot.opened import close_repositories
+from cas_ckpt.torchsnapshot.removal import delete_snapshot
 from cas_ckpt.torchsnapshot.snapshot import PendingSnapshot, Snapshot, import_snapshot
 from cas_ckpt.torchsnapshot.stateful import RNGState, StateDict, Stateful
 
-__all__ = ["PendingSnapshot", "RNGState", "Snapshot", "StateDict", "Stateful", "close_repositories", "import_snapshot"]
+__all__ = [
+    "PendingSnapshot",
+    "RNGState",
+    "Snapshot",
+    "StateDict",
+    "Stateful",
+    "close_repositories",
+    "delete_snapshot",
+    "import_snapshot",
+]

@@ -24,8 +24,8 @@ from cas_ckpt.torchsnapshot.places import place_of
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
-SUBJECT = "snapshot "
-"""How messages of commits that are snapshots begin; their tags follow."""
+TAG = "torchsnapshot"
+"""What the metadata of commits that are snapshots has their tags under."""
 
 _MOST = 1000
 """Commits that are looked at, the youngest first: what is older was dealt with before."""
@@ -56,9 +56,9 @@ def collect(repo: Repository) -> None:
         tags = repo.tags()
         named = {*tags.values(), *repo.branches().values(), *(pin.commit for pin in repo.pins())}
         spared: set[str] = set()
-        for commit in repo.log(all_refs=True, grep=f"^{SUBJECT}", limit=_MOST):
-            tag = commit.message.removeprefix(SUBJECT)
-            if commit.id in named or commit.forgotten:
+        for commit in repo.log(all_refs=True, limit=_MOST):
+            tag = commit.meta.get(TAG) if isinstance(commit.meta, dict) else None
+            if not isinstance(tag, str) or commit.id in named or commit.forgotten:
                 continue
             if tag in tags and tag not in spared:
                 spared.add(tag)

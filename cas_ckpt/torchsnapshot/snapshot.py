@@ -8,9 +8,10 @@ A snapshot is taken in these steps, by all ranks of a process group together:
     4. one commit of all ranks; nothing is named if it fails anywhere
     5. rank 0 moves the tag of the path to it, in one swap: that replaces the snapshot that was there, if one was
     6. rank 0 writes the file in the snapshot's folder
+    7. of what was replaced, all but the last one is forgotten    (removal.py)
 
 Invariant: a `Snapshot` that was taken, or has been looked into, stays the one of that moment, whatever is taken to its
-path afterwards. A path never names half a snapshot.
+path afterwards; it can be read until its path was taken to twice more. A path never names half a snapshot.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from cas_ckpt.torchsnapshot.failures import NotInSnapshotError, PendingSnapshotE
 from cas_ckpt.torchsnapshot.manifest import Entry, SnapshotMetadata
 from cas_ckpt.torchsnapshot.opened import Opened, branch_for, forget, is_kept, new_branch, reader, together
 from cas_ckpt.torchsnapshot.places import Place, place_of, write_file
+from cas_ckpt.torchsnapshot.removal import TAG, collect
 from cas_ckpt.torchsnapshot.sharing import (
     Prepare,
     agreed_globs,
@@ -79,7 +81,8 @@ class Snapshot:
             path: A folder, "fs://" and a folder, or "s3://bucket/name", "gs://bucket/name".
             pg: None: the default process group, if there is one.
             storage_options: "repository": another one than that beside the snapshot, its path or URL; "allow_pickle":
-                pickle, and unpickle, what cannot be stored otherwise; "index_url", "cache", "timeout_s": as for
+                pickle, and unpickle, what cannot be stored otherwise; "on_divergence": "warn" keeps the lowest rank's
+                of replicated values that differ, and logs which; "index_url", "cache", "timeout_s": as for
                 `Repository.open`. Of URLs, all others are settings in the URL of the repository ("region", "endpoint").
         """
         self.path = path
@@ -369,7 +372,10 @@ class _Taking:
         self.how: dict[str, Any] = {
             "branch": branch,
             "message": f"snapshot {place.tag}",
-            "options": CommitOptions(orphan=begins, create=True, allow_pickle=place.allow_pickle),
+            "meta": {TAG: place.tag},
+            "options": CommitOptions(
+                orphan=begins, create=True, allow_pickle=place.allow_pickle, on_divergence=place.on_divergence
+            ),
         }
 
     def _agreed(self, app_state: Mapping[str, Stateful], globs: set[str], prepare: Prepare | None) -> dict[str, Any]:
@@ -396,9 +402,14 @@ class _Taking:
 
     def name(self, made: CommitInfo) -> None:
         """Let the path name the commit; on rank 0."""
-        if self.ranks.rank == 0:
-            self.opened.repo.tag(self.place.tag, made, force=True)
-            write_file(self.place)
+        if self.ranks.rank != 0:
+            return
+        repo = self.opened.repo
+        replaces = self.place.tag in repo.tags()
+        repo.tag(self.place.tag, made, force=True)
+        write_file(self.place)
+        if replaces:
+            collect(repo)
 
 
 def import_snapshot(
