@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.torchsnapshot import Snapshot, StateDict, close_repositories, delete_snapshot
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
 
@@ -49,9 +49,15 @@ def test_snapshots_at_other_paths_and_what_people_name_stays(tmp_path: Path) -> 
         if number == 0:
             with Repository.open(tmp_path / ".cas_ckpt") as repo:
                 repo.pin("latest", name="kept")
-    assert stored(tmp_path) == 4  # other, the pinned one, the replaced one, latest
+                options = CommitOptions(create=True, orphan=True)
+                mine = repo.commit(
+                    {"t": state(8)["state"]["t"]}, message="snapshot latest", branch="run-mine", options=options
+                )
+                repo.commit({"t": torch.zeros(2)}, branch="run-mine")
+    assert stored(tmp_path) == 5  # other, the pinned one, what a user committed, the replaced one, latest
     assert Snapshot(str(tmp_path / "other")).read_object("0/state/number") == 7
     with Repository.open(tmp_path / ".cas_ckpt") as repo:
+        assert not repo.log(mine)[0].forgotten
         assert repo.load("refs/pins/kept")["state"]["number"] == 0 and repo.fsck(read_data=True).ok
 
 
