@@ -1,13 +1,12 @@
-"""Accelerate: what a loop of one's own commits, and `save_state` without weights in its folder.
+"""Accelerate: a loop of one's own saves and resumes by commits, and `save_state` without weights in its folder.
 
-    live = state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler)  # after prepare
-    if repo.latest():
-        repo.checkout("main", into=live)
-    ...
-    repo.commit(live, step=step)
+    checkpoints = CasCheckpoints(accelerator, "runs/ckpts", model=model, optimizer=optimizer)  # after prepare
+    step = checkpoints.resume()
+    for batch in checkpoints.batches(loader, epoch): ...
+        checkpoints.save(step)
 
-`state` is all that a commit needs: what `prepare` gave, unwrapped; the gradient scaler, random states by rank, and how
-many micro-batches were accumulated. It goes for one process, data parallel ranks and FSDP.
+What it commits is `state`: what `prepare` gave, unwrapped; the gradient scaler, random states by rank, and how many
+micro-batches were accumulated. It goes for one process, data parallel ranks and FSDP.
 
 `commit_saves` is for programs that call `save_state` and `load_state`: weights become a commit and leave the folder.
 Accelerate has no public hook for the rest: optimizers, schedulers and random states stay in its folder, pickled.
@@ -20,11 +19,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
@@ -94,22 +93,124 @@ def _unwrapped(name: str, value: Any) -> Any:
     return value
 
 
-class SaveHooks:
-    """What `commit_saves` has registered.
+class _Saves:
+    """Where saves go, and what became of the last one."""
+
+    def __init__(
+        self, repository: Repository | str | os.PathLike[str], branch: str | None, on_save_error: OnSaveError
+    ) -> None:
+        check_choice("on_save_error", on_save_error, OnSaveError)
+        if not isinstance(repository, Repository):
+            repository = Repository.open(repository, create=True)
+        self.repository = repository
+        self.last_commit: CommitInfo | None = None
+        self.last_error: CkptError | None = None
+        self._branch = branch or self.repository.default_branch
+        self._fails = on_save_error == "raise"
+
+    def _saved(self, save: Callable[[], object], otherwise: str) -> bool:
+        """Whether `save` succeeded; if it fails, `otherwise` is logged, unless it is to end the training."""
+        self.last_error = None
+        try:
+            save()
+        except CkptError as error:
+            self.last_error = error
+            if self._fails:
+                raise
+            _LOGGER.error("%s: %s", otherwise, error)  # noqa: TRY400
+        return self.last_error is None
+
+
+class CasCheckpoints(_Saves):
+    """Commits a loop over Accelerate, and resumes it. On many ranks all of them make it, and call its methods.
 
     Attributes:
+        repository: Open; give it options of yours by giving it open.
         last_commit: The commit of the last save that succeeded, or None.
         last_error: What the last save failed of; None if it did not.
     """
 
-    def __init__(self, accelerator: Accelerator, repository: Repository, branch: str | None, *, fails: bool) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        repository: Repository | str | os.PathLike[str],
+        *,
+        branch: str | None = None,
+        on_save_error: OnSaveError = "warn",
+        **objects: Any,
+    ) -> None:
+        """After `accelerator.prepare`. Nothing is restored yet.
+
+        Args:
+            repository: A path, a URL or an open repository.
+            branch: Where commits go, and where it is resumed from; None: the default branch.
+            on_save_error: "warn": what a commit fails of is logged as an error, and the training goes on. "raise": it
+                ends the training.
+            objects: As for `state`.
+        Raises:
+            InvalidInputError: as `state`.
+        """
+        self._state = state(accelerator, **objects)
+        super().__init__(repository, branch, on_save_error)
+        self._resumed: CommitInfo | None = None
+
+    def resume(self) -> int:
+        """Restore the newest commit of the branch; the step that was saved. 0 if there is none: nothing was touched."""
+        self._resumed = Ranks().from_first(lambda: self.repository.latest(self._branch))
+        if self._resumed is None:
+            return 0
+        self.repository.checkout(self._resumed, into=self._state)
+        return self._resumed.step or 0
+
+    def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch: all of them, or, of the one that was resumed, those that the state has not had.
+
+        What a loader does on the way to its place draws random numbers: they are restored again after that.
+
+        Args:
+            loader: As `prepare` returned it, not part of the state.
+            epoch: From 0; each has `len(loader)` steps.
+        """
+        step = 0 if self._resumed is None else self._resumed.step or 0
+        skipped = step % len(loader) if epoch == step // len(loader) else 0
+        rest = skip_first_batches(loader, skipped) if skipped else loader
+        rest.set_epoch(epoch)
+        for number, batch in enumerate(rest):
+            if skipped and number == 0 and self._resumed is not None:
+                self.repository.checkout(self._resumed, into={"rng": RNGState()}, keys="rng")
+            yield batch
+
+    def save(self, step: int) -> CommitInfo | None:
+        """Commit the state; None: it failed, which was logged.
+
+        Args:
+            step: How many batches the training has had.
+        """
+
+        def commit() -> None:
+            self.last_commit = self.repository.commit(
+                self._state, step=step, branch=self._branch, frozen="requires_grad"
+            )
+
+        return self.last_commit if self._saved(commit, f"step {step} was not committed") else None
+
+
+class SaveHooks(_Saves):
+    """What `commit_saves` has registered.
+
+    Attributes:
+        repository: Where commits go.
+        last_commit: The commit of the last save that succeeded, or None.
+        last_error: What the last save failed of; None if it did not.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, repository: Repository | str | os.PathLike[str], branch: str | None,
+        on_save_error: OnSaveError,
+    ) -> None:  # fmt: skip
         """Register both hooks."""
-        self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        super().__init__(repository, branch, on_save_error)
         self._accelerator = accelerator
-        self._repository = repository
-        self._branch = branch or repository.default_branch
-        self._fails = fails
         self._handles = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -121,20 +222,15 @@ class SaveHooks:
             handle.remove()
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        self.last_error = None
-        try:
-            self.last_commit = self._repository.commit(
+        def commit() -> None:
+            self.last_commit = self.repository.commit(
                 _named(models), message=os.path.basename(output_dir), branch=self._branch, frozen="requires_grad"
             )
-            found = {"repository": self._repository.url, "commit": self.last_commit.id, "branch": self._branch}
+            found = {"repository": self.repository.url, "commit": self.last_commit.id, "branch": self._branch}
             Ranks().gather(lambda: self._point(Path(output_dir), found))
-        except CkptError as error:
-            self.last_error = error
-            if self._fails:
-                raise
-            _LOGGER.error("weights were not committed, they stay in %s: %s", output_dir, error)  # noqa: TRY400
-            return
-        weights.clear()
+
+        if self._saved(commit, f"weights were not committed, they stay in {output_dir}"):
+            weights.clear()
 
     def _point(self, folder: Path, found: dict[str, str]) -> None:
         """Let the folder name the commit; weights of an earlier save into it go, as Accelerate would replace them."""
@@ -150,7 +246,7 @@ class SaveHooks:
     def _load(self, models: list[Any], input_dir: str) -> None:
         commit, branch = Ranks().from_first(lambda: self._pointed(Path(input_dir)))
         if commit is not None:
-            self._repository.checkout(commit, into=_named(models))
+            self.repository.checkout(commit, into=_named(models))
             models.clear()
             self._branch = branch
 
@@ -164,11 +260,11 @@ class SaveHooks:
             commit, branch = str(found["commit"]), str(found.get("branch", self._branch))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(f"{pointer} cannot be read: {error}") from error
-        newest = self._repository.latest(branch)
+        newest = self.repository.latest(branch)
         if newest is not None and newest.id == commit:
             return commit, branch
         # An earlier save: what follows is another line of history, on a branch that is free.
-        taken, name, number = set(self._repository.branches()), f"{branch}-{commit[:8]}", 2
+        taken, name, number = set(self.repository.branches()), f"{branch}-{commit[:8]}", 2
         while name in taken:
             name, number = f"{branch}-{commit[:8]}-{number}", number + 1
         return commit, name
@@ -195,13 +291,10 @@ def commit_saves(
     Raises:
         InvalidInputError: Accelerate saves models by other ways here (FSDP, DeepSpeed): commit `state` instead.
     """
-    check_choice("on_save_error", on_save_error, OnSaveError)
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise InvalidInputError(f"save_state of {kind.value} gives weights to no hook: commit state(...) instead")
-    if not isinstance(repository, Repository):
-        repository = Repository.open(repository, create=True)
-    return SaveHooks(accelerator, repository, branch, fails=on_save_error == "raise")
+    return SaveHooks(accelerator, repository, branch, on_save_error)
 
 
 def _weights_in(folder: Path) -> list[Path]:

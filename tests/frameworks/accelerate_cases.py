@@ -12,12 +12,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import torch.distributed.tensor
-from accelerate import Accelerator, PartialState, skip_first_batches
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from cas_ckpt import CommitInfo, Repository, RNGState
-from cas_ckpt.integrations.accelerate import state
+from cas_ckpt import CommitInfo
+from cas_ckpt.integrations.accelerate import CasCheckpoints
 from tests import processes
 
 if __name__ not in processes.IMPORTED:
@@ -59,20 +59,12 @@ def train(
     """
     accelerator, model, optimizer, loader, scheduler = prepared(seed, sharded=sharded)
     assert sharded == isinstance(next(model.parameters()), torch.distributed.tensor.DTensor)
-    live = state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler)
-    with Repository.open(folder / "ckpts", create=True) as repo:
-        newest = repo.latest()
-        step = newest.step or 0 if newest else 0
-        if newest:
-            repo.checkout("main", into=live)
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    checkpoints = CasCheckpoints(accelerator, folder / "ckpts", on_save_error="raise", **objects)
+    with checkpoints.repository as repo:
+        step = checkpoints.resume()
         for epoch in range(step // len(loader), EPOCHS):
-            loader.set_epoch(epoch)
-            skipped = step % len(loader)
-            batches = skip_first_batches(loader, skipped) if skipped else loader
-            batches.set_epoch(epoch)
-            for number, (batch,) in enumerate(batches):
-                if number == 0 and skipped:  # reading up to here drew numbers
-                    repo.checkout("main", into={"rng": RNGState()}, keys="rng")
+            for (batch,) in checkpoints.batches(loader, epoch):
                 with accelerator.accumulate(model):
                     loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
                     accelerator.backward(loss)
@@ -85,7 +77,7 @@ def train(
                     if not kill_in:
                         die()
                 if step % 2 == 0:
-                    repo.commit(live, step=step)
+                    checkpoints.save(step)
         return repo.log()
 
 

@@ -17,7 +17,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.utils.data import DataLoader
 
 from cas_ckpt import InvalidInputError, PermissionDeniedError, PerRank, Repository
-from cas_ckpt.integrations.accelerate import commit_saves, state
+from cas_ckpt.integrations.accelerate import CasCheckpoints, commit_saves, state
 from tests.frameworks.accelerate_cases import prepared, train
 from tests.frameworks.programs import roots_of
 from tests.processes import Forked
@@ -63,6 +63,22 @@ def test_two_ranks_of_which_one_is_killed_go_on_exactly_sharded_or_not(tmp_path:
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
     whole = roots_of("Accelerate", tmp_path / "whole")
     assert len(whole) == 9 and roots_of("Accelerate", tmp_path / "killed", kill_at=4) == whole
+
+
+def test_a_save_that_fails_is_told_and_the_training_goes_on_unless_it_is_not_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, model, *_ = prepared()
+    CasCheckpoints(accelerator, tmp_path / "ckpts", model=model).save(1)
+    with Repository.open(tmp_path / "ckpts", read_only=True) as repo:
+        checkpoints = CasCheckpoints(accelerator, repo, model=model)
+        assert checkpoints.resume() == 1
+        assert checkpoints.save(2) is None
+        assert isinstance(checkpoints.last_error, PermissionDeniedError)
+        assert any(each.levelno == logging.ERROR and "step 2 was not" in each.message for each in caplog.records)
+        with pytest.raises(PermissionDeniedError):
+            CasCheckpoints(accelerator, repo, on_save_error="raise", model=model).save(3)
+        assert CasCheckpoints(accelerator, repo, branch="other", model=model).resume() == 0
 
 
 def test_the_state_is_what_was_prepared_unwrapped(tmp_path: Path) -> None:
