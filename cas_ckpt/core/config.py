@@ -65,9 +65,10 @@ def check_settings(config: Config) -> None:
     Raises:
         InvalidInputError: unknown encoding or an impossible pack size.
     """
-    from cas_ckpt.objects.codec import EncodingPolicy  # brings zstandard, which reading a config does not need
+    from cas_ckpt.objects.codec import EncodingPolicy, has_policy  # brings zstandard: reading a config needs none
 
-    check_choice("encoding", config.encoding, EncodingPolicy)
+    if not (isinstance(config.encoding, str) and has_policy(config.encoding)):
+        check_choice("encoding", config.encoding, EncodingPolicy)
     check_whole("pack_bytes", config.pack_bytes, least=MIN_PACK_BYTES)
 
 

@@ -12,16 +12,27 @@ import enum
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import zstandard
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedVersionError
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     import numpy as np
+
+ENCODINGS = "cas_ckpt.encodings"
+"""The group of entry points by which a package brings an encoding: the name is the policy, the object has `number`,
+`encode` and `decode`, as `Codec` has."""
+
+OF_PACKAGES = range(128, 256)
+"""Numbers of encodings that packages bring."""
 
 ZSTD_LEVEL = 1
 """Level of both zstd encodings; higher ones gain little on weights (docs/benchmarks/codec.md)."""
@@ -59,7 +70,7 @@ EncodingPolicy: TypeAlias = Literal["raw", "auto", "zstd", "planes"]
 """What is tried on an extent that is neither zero nor constant.
 
 "raw": nothing; "auto", the default: "zstd" or "planes" where a sample promises to halve the extent (indices, masks,
-moments of rows that were never seen); any other: the one of that name in `CODECS`.
+moments of rows that were never seen); any other: the one of that name in `CODECS`. Packages bring more (`ENCODINGS`).
 """
 
 
@@ -67,7 +78,7 @@ moments of rows that were never seen); any other: the one of that name in `CODEC
 class Encoded:
     """An extent as it is to be stored. A raw payload is the caller's own buffer."""
 
-    encoding: Encoding
+    encoding: int
     payload: Buffer
 
 
@@ -80,8 +91,8 @@ class Codec(NamedTuple):
             for whatever is not the payload of an extent of that length.
     """
 
-    encoding: Encoding
-    encode: Callable[[memoryview, int], bytes]
+    encoding: int
+    encode: Callable[[memoryview, int], Buffer]
     decode: Callable[[memoryview, int], Buffer]
 
 
@@ -103,13 +114,19 @@ def known_policy(name: str) -> EncodingPolicy:
     """The policy called `name`, as the config of a repository has it.
 
     Raises:
-        UnsupportedVersionError: one of a later version.
+        UnsupportedVersionError: one of a later version, or of a package that is not installed.
     """
-    if name not in get_args(EncodingPolicy):
+    if not has_policy(name):
         raise UnsupportedVersionError(
-            f"new chunks here are to be stored as {name!r:.40}, which this version cannot write; upgrade cas_ckpt"
+            f"new chunks here are to be stored as {name!r:.40}, which neither this version nor an installed package "
+            "can write: install the package that has this encoding, or upgrade cas_ckpt"
         )
     return cast(EncodingPolicy, name)
+
+
+def has_policy(name: str) -> bool:
+    """Whether this version, or an installed package, has a policy called `name`."""
+    return name in get_args(EncodingPolicy) or name in _brought()
 
 
 def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int) -> Encoded:
@@ -118,6 +135,8 @@ def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int) -> E
     Args:
         data: The extent, contiguous.
         item_bytes: Bytes per element of the tensor, for constants and planes.
+    Raises:
+        InvalidInputError: the encoding of a package failed, or does not give back what it was given.
     """
     view = memoryview(data).cast("B")
     pattern = _repeated_item(view, item_bytes)
@@ -158,7 +177,7 @@ def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Codec 
         policy = "planes" if item_bytes == 8 else "zstd"
     if policy == "planes" and not (1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0):
         policy = "zstd"
-    return CODECS[policy]
+    return CODECS.get(policy) or _brought()[policy]
 
 
 def _sample(view: memoryview) -> Buffer:
@@ -212,7 +231,7 @@ def decode_extent(encoding: int, payload: Buffer, *, num_bytes: int) -> Buffer:
 
     Raises:
         CorruptionError: the payload does not stand for exactly `num_bytes` bytes.
-        UnsupportedVersionError: an encoding of a later version.
+        UnsupportedVersionError: an encoding of a later version, or of a package that is not installed.
     """
     view = memoryview(payload).cast("B")
     match encoding:
@@ -228,14 +247,19 @@ def decode_extent(encoding: int, payload: Buffer, *, num_bytes: int) -> Buffer:
             if not 0 < len(view) <= MAX_PATTERN_BYTES or num_bytes % len(view):
                 raise _corrupt(Encoding.CONSTANT, num_bytes, f"a pattern of {len(view)} bytes")
             return bytes(view) * (num_bytes // len(view))
-    for codec in CODECS.values():
+    for codec in (_brought() if encoding in OF_PACKAGES else CODECS).values():
         if codec.encoding == encoding:
             return codec.decode(view, num_bytes)
-    raise UnsupportedVersionError(f"extent encoding {encoding} is not known to this version; upgrade cas_ckpt")
+    wanted = "upgrade cas_ckpt"
+    if encoding in OF_PACKAGES:
+        known = ", ".join(f"{name!r} ({codec.encoding})" for name, codec in _brought().items()) or "none"
+        wanted = f"install the package that brings it (installed: {known})"
+    raise UnsupportedVersionError(f"extent encoding {encoding} is not known to this version: {wanted}")
 
 
-def _corrupt(encoding: Encoding, num_bytes: int, found: str) -> CorruptionError:
-    return CorruptionError(f"an extent of {num_bytes} bytes, as {encoding.name}, has {found}; restore it from a copy")
+def _corrupt(encoding: Encoding | str, num_bytes: int, found: str) -> CorruptionError:
+    name = encoding if isinstance(encoding, str) else encoding.name
+    return CorruptionError(f"an extent of {num_bytes} bytes, as {name}, has {found}; restore it from a copy")
 
 
 def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding = Encoding.ZSTD) -> bytes:
@@ -281,3 +305,65 @@ CODECS: dict[str, Codec] = {
     "planes": Codec(Encoding.PLANES_ZSTD, _planes, _read_planes),
 }
 """By policy. How to add one: docs/adding.md."""
+
+
+@cache
+def _brought() -> dict[str, Codec]:
+    """The encodings of installed packages, by policy.
+
+    Raises:
+        InvalidInputError: one cannot be imported, has a number of others, or two have one name or number.
+    """
+    from importlib.metadata import entry_points  # takes 15 ms
+
+    found: dict[str, Codec] = {}
+    packages: dict[str | int, str] = {}
+    for point in entry_points(group=ENCODINGS):
+        package, codec = point.dist.name if point.dist else "?", _codec_of(point)
+        for key in (point.name, codec.encoding):
+            if key in packages:
+                raise InvalidInputError(
+                    f"the packages {packages[key]} and {package} both have an encoding {key!r}: leave one installed"
+                )
+            packages[key] = package
+        found[point.name] = codec
+    return found
+
+
+def _codec_of(point: EntryPoint) -> Codec:
+    """The encoding that a package brings; what it gives back is never believed."""
+    name = point.name
+    try:
+        brought = point.load()
+        number, encode, decode = brought.number, brought.encode, brought.decode
+    except Exception as error:  # whatever a package raises as it is imported
+        raise InvalidInputError(f"the encoding {name!r} ({point.value}) cannot be imported: {error}") from error
+    if number not in OF_PACKAGES:
+        raise InvalidInputError(f"the encoding {name!r} ({point.value}) has the number {number!r}: 128 to 255 are free")
+
+    def encoded(view: memoryview, item_bytes: int) -> Buffer:
+        try:
+            payload = memoryview(encode(view.toreadonly(), item_bytes)).cast("B")
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(f"the encoding {name!r} ({point.value}) cannot store an extent: {error}") from error
+        is_same = False
+        with suppress(CorruptionError):
+            is_same = bytearray(decoded(payload, len(view))) == view  # by memcmp, which two views would not be
+        if not is_same:
+            raise InvalidInputError(f"the encoding {name!r} ({point.value}) does not give back what it was given")
+        return payload
+
+    def decoded(payload: memoryview, num_bytes: int) -> memoryview:
+        try:
+            data = memoryview(decode(payload.toreadonly(), num_bytes)).cast("B")
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise _corrupt(name, num_bytes, f"a payload that it cannot decode ({error})") from error
+        if len(data) != num_bytes:
+            raise _corrupt(name, num_bytes, f"a payload for {len(data)} bytes")
+        return data
+
+    return Codec(number, encoded, decoded)

@@ -191,7 +191,7 @@ class Opened(Uncopied):
         url: str | PathLike[str],
         *,
         default_branch: str = "main",
-        encoding: EncodingPolicy | None = None,
+        encoding: EncodingPolicy | str | None = None,
         pack_bytes: int | None = None,
         single_writer: bool = False,
         index_url: str | None = None,
@@ -204,8 +204,8 @@ class Opened(Uncopied):
         Args:
             url: A path or a URL, e.g. `s3://bucket/prefix`. A folder must be empty, or not there yet.
             default_branch: The branch that commits go to unless they say otherwise.
-            encoding: How new chunks are stored ("raw", "zstd", "planes", "auto"); ids do not depend on it. None:
-                "auto", and "planes" on object storage.
+            encoding: How new chunks are stored ("raw", "zstd", "planes", "auto", or the name of an encoding that an
+                installed package brings); ids do not depend on it. None: "auto", and "planes" on object storage.
             pack_bytes: Length at which a data pack is closed. None: 512 MiB, and 128 MiB on object storage.
             single_writer: An object storage that ignores conditional writes will do. You see to it that one process at
                 a time writes (commits, collects, pushes); a second one would lose commits.

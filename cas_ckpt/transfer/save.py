@@ -442,8 +442,11 @@ ENTRY_BYTES = 2_400
 CELL_BYTES = 700
 """Measured (docs/benchmarks/memory.md): of a commit of 100,000 small tensors, and of one of many cells."""
 
-_ENCODED_SHARE = {"raw": 0.0, "auto": 0.5}
+_ENCODED_SHARE = {"raw": 0.0, "auto": 0.5, "zstd": 1.0, "planes": 1.0}
 """How long what is stored may be, of a cell: what AUTO does not halve stays as it is."""
+
+_OF_PACKAGES_SHARE = 2.0
+"""What a package's encoding made is decoded again before it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,4 +492,4 @@ def held_bytes(*, num_entries: int, num_bytes: int, abilities: Abilities, num_wr
 def thread_bytes(policy: codec.EncodingPolicy, read_bytes: int) -> int:
     """Memory of each thread: scratch, a buffer, and what came of it."""
     scratch_bytes = BATCH_BYTES * (1 if policy == "raw" else 2)
-    return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE.get(policy, 1.0))) + read_bytes
+    return scratch_bytes + int(BATCH_BYTES * (1 + _ENCODED_SHARE.get(policy, _OF_PACKAGES_SHARE))) + read_bytes

@@ -76,15 +76,35 @@ def test_the_store_keeps_conditions_and_holds_a_repository(toy: str) -> None:
     assert open_store(toy).url == toy
 
 
-@pytest.mark.slow
-def test_a_store_of_another_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    source, installed = tmp_path / "source", tmp_path / "installed"
-    source.mkdir()
-    (pyproject,) = re.findall(r"^```toml\n# pyproject.toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (source / "pyproject.toml").write_text(pyproject)
-    shutil.copy(ROOT / "examples" / "toy_store.py", source)
+def pyproject() -> str:
+    """That of a package with a store, as the page has it."""
+    (found,) = re.findall(r"^```toml\n# pyproject.toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def installed_of(source: Path, project: str) -> Path:
+    """Where the package whose modules are in `source` is installed, by pip."""
+    installed = source.with_name("installed")
+    (source / "pyproject.toml").write_text(project)
     pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", installed, source]
     subprocess.run([sys.executable, "-m", *pip], check=True)
+    return installed
+
+
+def another(installed: Path) -> Path:
+    """The same package once more, called otherwise; its folder."""
+    second = installed / "another-1.0.dist-info"
+    shutil.copytree(next(installed.glob("cas_ckpt_toy-*.dist-info")), second)
+    (second / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    return second
+
+
+@pytest.mark.slow
+def test_a_store_of_another_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(ROOT / "examples" / "toy_store.py", source)
+    installed = installed_of(source, pyproject())
     url = f"toy://{tmp_path}/values"
 
     def cas_ckpt(*words: str, path: Path = installed) -> subprocess.CompletedProcess[str]:
@@ -98,9 +118,7 @@ def test_a_store_of_another_package_is_found_by_its_entry_point(tmp_path: Path) 
     refused = cas_ckpt("-C", url.replace("toy", "tin", 1), "status")
     assert "no store for 'tin'; known are a path, file://" in refused.stderr and "gs://, toy://" in refused.stderr
     assert "no store for 'toy'" in cas_ckpt("-C", url, "status", path=tmp_path).stderr  # not installed
-    second = installed / "another-1.0.dist-info"
-    shutil.copytree(next(installed.glob("cas_ckpt_toy-*.dist-info")), second)
-    (second / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    second = another(installed)
     assert "the packages another and cas-ckpt-toy have a store for 'toy'" in cas_ckpt("-C", url, "status").stderr
     shutil.rmtree(second)
     assert "a URL has '://'" in cas_ckpt("init", "toy:/values").stderr
@@ -141,6 +159,75 @@ def test_the_encoding_comes_back_and_refuses_what_is_broken(monkeypatch: pytest.
     [marked] = refuses.pytestmark
     for broken in marked.args[1]:
         refuses(broken)
+
+
+WITH_IT = """
+import sys
+import numpy as np
+from cas_ckpt import Repository
+
+def main():
+    data = np.tile(np.arange(250, dtype=np.uint8), 40_000)
+    with Repository.init(sys.argv[1], encoding="zlib", group=None) as repo:
+        repo.commit({"x": data, "y": data + 1, "name": "toy"})
+        repo.commit_async({"x": data[::-1].copy(), "y": data, "name": "toy"}, worker="process").result()
+        encoded = "SELECT encoding, sum(num_bytes), sum(stored_bytes) FROM locations WHERE kind = 'chunk' GROUP BY 1"
+        ((encoding, plain, stored),) = repo.sql(encoded)
+        assert encoding is None and stored < plain / 20
+        repo.forget(revisions="main~1")
+        repo.gc(min_age_s=0)
+        repo.repack()
+        Repository.init(sys.argv[2], group=None).close()
+        repo.push(sys.argv[2])
+        assert repo.fsck(read_data=True).ok
+    with Repository.clone(sys.argv[2], sys.argv[3]) as clone:
+        assert clone.fsck(read_data=True).ok and (clone.load("main")["x"] == data[::-1]).all()
+
+if __name__ == "__main__":
+    main()
+"""
+
+WITHOUT_IT = """
+import sys
+from cas_ckpt import Repository, UnsupportedVersionError
+
+with Repository.open(sys.argv[1], group=None) as repo:
+    assert repo.fsck(read_data=True).ok and repo.load("main", keys=["name"]) == {"name": "toy"}
+    for call in (lambda: repo.load("main"), lambda: repo.commit({}), lambda: repo.push(sys.argv[2])):
+        try:
+            call()
+        except UnsupportedVersionError as error:
+            print(error)
+"""
+
+
+@pytest.mark.slow
+def test_an_encoding_of_another_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "zlib_encoding.py").write_text(shown("zlib_encoding.py"))
+    (points,) = re.findall(
+        r'^```toml\n(\[project.entry-points."cas_ckpt.encodings".*?)^```', PAGE, re.MULTILINE | re.DOTALL
+    )
+    project = re.sub(r"\[project.entry-points.*?\n\n", f"{points}\n", pyproject(), flags=re.DOTALL)
+    installed = installed_of(source, project.replace("toy_store", "zlib_encoding"))
+    program, url = tmp_path / "program.py", str(tmp_path / "repo")
+
+    def python(text: str, *words: str, path: Path = installed) -> str:
+        """What a program printed."""
+        program.write_text(text)
+        place = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+        ran = subprocess.run([sys.executable, program, *words], env=place, capture_output=True, text=True)
+        return ran.stdout + ran.stderr
+
+    assert python(WITH_IT, url, f"{tmp_path}/pushed", f"{tmp_path}/cloned") == ""
+    Repository.init(tmp_path / "third").close()
+    read, write, copied = python(WITHOUT_IT, url, f"{tmp_path}/third", path=tmp_path).splitlines()
+    assert "extent encoding 128 is not known" in read and "install the package that brings it" in read
+    assert "are to be stored as 'zlib'" in write and "install the package that has this encoding" in write
+    assert "extent encoding 128 is not known" in copied
+    another(installed)
+    assert "another and cas-ckpt-toy both have an encoding 'zlib'" in python(WITH_IT, f"{tmp_path}/fourth", "", "")
 
 
 def test_the_adapter_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import resource
+import shutil
 import struct
+import sys
 import threading
 import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedVersionError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.codec import (
     MIN_SAVING,
@@ -251,11 +256,107 @@ def test_a_bomb_is_refused_before_anything_is_allocated(encoding: Encoding) -> N
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("encoding", [len(Encoding), 255, -1])
+@pytest.mark.parametrize("encoding", [len(Encoding), 127, 256, -1])
 def test_an_encoding_of_a_later_version_fails_for_its_entry_only(encoding: int) -> None:
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         decode_extent(encoding, b"", num_bytes=0)
     assert bytes(decode_extent(Encoding.RAW, b"x", num_bytes=1)) == b"x"
+
+
+# --- encodings of packages --------------------------------------------------------------------
+
+
+GOOD = "number = 130\ndef encode(extent, item): return zlib.compress(extent)\ndef decode(payload, size): "
+BACK = GOOD + "return zlib.decompress(payload)"
+REPEATED = bytes(range(100)) * 100
+
+
+@pytest.fixture
+def bring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Install a package whose encodings are modules with this text."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def brought(**texts: str) -> None:
+        shutil.rmtree(tmp_path)
+        folder = tmp_path / "toys-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(
+            "\n".join([f"[{codec.ENCODINGS}]", *(f"{each} = {each}" for each in texts)])
+        )
+        for name, text in texts.items():
+            (tmp_path / f"{name}.py").write_text(f"import zlib\n{text}")
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        codec._brought.cache_clear()
+
+    yield brought
+    codec._brought.cache_clear()
+
+
+def test_an_encoding_of_a_package_is_used_by_name_and_number(bring: Callable[..., None]) -> None:
+    bring(toy_a=BACK, toy_b=BACK.replace("130", "255"))
+    for policy, number in (("toy_a", 130), ("toy_b", 255)):
+        encoded = encode_extent(REPEATED, policy=known_policy(policy), item_bytes=4)
+        assert encoded.encoding == number and len(encoded.payload) < 1000
+        assert decoded(encoded, len(REPEATED)) == REPEATED
+    with pytest.raises(
+        UnsupportedVersionError, match=r"encoding 131 .* \(installed: 'toy_a' \(130\), 'toy_b' \(255\)\)"
+    ):
+        decode_extent(131, b"", num_bytes=1)
+    with pytest.raises(UnsupportedVersionError, match="install the package"):
+        known_policy("toy_c")
+
+
+@pytest.mark.parametrize(
+    ("decode", "told"),
+    [
+        ("return zlib.decompress(payload)[:-1]", "TOY_D, has a payload for 9999 bytes"),
+        ("return [0] * size", "cannot decode"),
+        ("return 'text'", "cannot decode"),
+        ("payload[0] = 1", "cannot decode .*read-only"),
+        ("raise OSError('broken')", r"cannot decode \(broken\)"),
+    ],
+)
+def test_what_the_encoding_of_a_package_gives_back_is_not_believed(
+    bring: Callable[..., None], decode: str, told: str
+) -> None:
+    bring(toy_d=GOOD + decode)
+    with pytest.raises(CorruptionError, match=f"(?i){told}"):
+        decode_extent(130, zlib.compress(REPEATED), num_bytes=len(REPEATED))
+    with pytest.raises(InvalidInputError, match="'toy_d' .*does not give back"):
+        encode_extent(REPEATED, policy=known_policy("toy_d"), item_bytes=4)
+
+
+def test_nor_are_other_bytes_of_that_length_stored(bring: Callable[..., None]) -> None:
+    bring(toy_e=GOOD + "return bytes(size)", toy_f=BACK.replace("130", "131").replace("return zlib.c", "extent[0] = 1; zlib.c"))
+    for policy, told in (("toy_e", "does not give back"), ("toy_f", "cannot store an extent: .*read-only")):
+        with pytest.raises(InvalidInputError, match=f"'{policy}' .*{told}"):
+            encode_extent(REPEATED, policy=known_policy(policy), item_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        ({"toy_g": "raise OSError('no driver')"}, "'toy_g' .*cannot be imported: no driver"),
+        ({"toy_g": "number = 130"}, "cannot be imported: .*'encode'"),
+        ({"toy_g": BACK.replace("130", "5")}, "has the number 5: 128 to 255 are free"),
+        ({"toy_g": BACK.replace("130", "'256'")}, "has the number '256'"),
+        ({"toy_g": BACK, "toy_h": BACK + "  # two"}, "toys and toys both have an encoding 130"),
+    ],
+)
+def test_a_package_whose_encoding_cannot_be_is_told(bring: Callable[..., None], texts: Any, told: str) -> None:
+    bring(**texts)
+    for call in (lambda: known_policy("toy_g"), lambda: decode_extent(130, b"", num_bytes=1)):
+        with pytest.raises(InvalidInputError, match=told):
+            call()
+    assert bytes(decode_extent(Encoding.RAW, b"x", num_bytes=1)) == b"x"
+
+
+def test_entry_points_are_looked_up_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_brought", lambda: pytest.fail("looked up"))
+    for policy in POLICIES:
+        assert decoded(encode_extent(REPEATED, policy=known_policy(policy), item_bytes=4), len(REPEATED)) == REPEATED
 
 
 def test_every_thread_has_contexts_of_its_own() -> None:
