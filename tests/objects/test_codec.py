@@ -323,7 +323,7 @@ def test_what_the_encoding_of_a_package_gives_back_is_not_believed(
 ) -> None:
     bring(toy_d=GOOD + decode)
     with pytest.raises(CorruptionError, match=f"(?i){told}"):
-        decode_extent(130, zlib.compress(REPEATED), num_bytes=len(REPEATED))
+        decode_extent(130, bytearray(zlib.compress(REPEATED)), num_bytes=len(REPEATED))
     with pytest.raises(InvalidInputError, match="'toy_d' .*does not give back"):
         encode_extent(REPEATED, policy=known_policy("toy_d"), item_bytes=4)
 
@@ -332,7 +332,7 @@ def test_nor_are_other_bytes_of_that_length_stored(bring: Callable[..., None]) -
     bring(toy_e=GOOD + "return bytes(size)", toy_f=BACK.replace("130", "131").replace("return zlib.c", "extent[0] = 1; zlib.c"))
     for policy, told in (("toy_e", "does not give back"), ("toy_f", "cannot store an extent: .*read-only")):
         with pytest.raises(InvalidInputError, match=f"'{policy}' .*{told}"):
-            encode_extent(REPEATED, policy=known_policy(policy), item_bytes=4)
+            encode_extent(bytearray(REPEATED), policy=known_policy(policy), item_bytes=4)
 
 
 @pytest.mark.parametrize(
