@@ -9,6 +9,7 @@
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
     torchft.py       `CasTransport`: replicas heal from commits
     torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
+    ray.py           `CasCheckpoints`, what a loop under ray.train saves and resumes by
     ranks.py         what ranks tell one another beside a commit
     rotation.py      what adapters that keep the youngest commits forget
 

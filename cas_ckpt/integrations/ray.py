@@ -22,6 +22,7 @@ from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import ray.train
 
@@ -33,7 +34,7 @@ from cas_ckpt.integrations.rotation import forget_own
 _LOGGER = logging.getLogger("cas_ckpt")
 
 RUN = "ray_run"
-"""In the `meta` of each commit: the name of the run."""
+"""In the `meta` of each commit: which training it is of, from its first step on, however often it was started again."""
 
 COMMIT = "cas_ckpt_commit"
 """In the metadata of each checkpoint: the id of the commit."""
@@ -82,7 +83,7 @@ class CasCheckpoints:
         self.last_commit: CommitInfo | None = None
         self.last_error: CkptError | None = None
         self._branch = branch or repository.default_branch
-        self._run = context.get_experiment_name()
+        self._run = self._ranks.from_first(lambda: f"{context.get_experiment_name()} {uuid4()}")
         self._left: str | None = None
 
     def resume(self, state: Mapping[str, Any]) -> int | None:
@@ -97,10 +98,11 @@ class CasCheckpoints:
         found = self._ranks.from_first(self._found)
         if found is None:
             return None
-        newest = self.repository.latest(self._branch)
-        self.last_commit = self.repository.checkout(found, into=state)
-        self._left = found if newest is None or newest.id != found else None
-        return self.last_commit.step
+        commit, is_newest = found
+        self.repository.checkout(commit.id, into=state)
+        self.last_commit, self._left = commit, None if is_newest else commit.id
+        self._run = _run_of(commit) or self._run
+        return commit.step
 
     def report(self, metrics: dict[str, Any], state: Mapping[str, Any], step: int) -> None:
         """Commit `state` and report it, in place of `ray.train.report`; the state may change when it returns.
@@ -137,23 +139,31 @@ class CasCheckpoints:
             checkpoint.set_metadata({COMMIT: made.id, "repository": self.repository.url, "step": step})
             ray.train.report(metrics, checkpoint, checkpoint_dir_name=made.id)
 
-    def _found(self) -> str | None:
-        """The commit that Ray resumes from."""
+    def _found(self) -> tuple[CommitInfo, bool] | None:
+        """The commit that Ray resumes from, and whether it is the newest of the branch."""
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is None:
             return None
         commit = checkpoint.get_metadata().get(COMMIT)
         if not isinstance(commit, str):
             raise InvalidInputError(f"{checkpoint} names no commit: it was not made by CasCheckpoints")
-        return commit
+        newest = self.repository.latest(self._branch)
+        return self.repository.log(commit, limit=1)[0], newest is not None and newest.id == commit
 
     def _forget(self, newest: CommitInfo) -> None:
         """Forget commits of this run whose checkpoints Ray does not have any more; by one rank."""
         reported = ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
+        if not reported:  # as in local mode, which stores none
+            return
         kept = {newest.id, *(os.path.basename(each.checkpoint.path) for each in reported)}
         try:
             history = self.repository.log(newest, first_parent=True)
-            own = [each for each in history if isinstance(each.meta, dict) and each.meta.get(RUN) == self._run]
-            forget_own(self.repository, self._branch, [each for each in own if each.id not in kept])
+            old = [each for each in history if _run_of(each) == self._run and each.id not in kept]
+            forget_own(self.repository, self._branch, old)
         except CkptError as error:  # on this rank alone, so it cannot end the training of all
             _LOGGER.warning("step %s is committed, but older ones were not forgotten: %s", newest.step, error)
+
+
+def _run_of(commit: CommitInfo) -> str | None:
+    """Which training a commit is of."""
+    return commit.meta.get(RUN) if isinstance(commit.meta, dict) else None

@@ -329,7 +329,10 @@ def test_what_the_encoding_of_a_package_gives_back_is_not_believed(
 
 
 def test_nor_are_other_bytes_of_that_length_stored(bring: Callable[..., None]) -> None:
-    bring(toy_e=GOOD + "return bytes(size)", toy_f=BACK.replace("130", "131").replace("return zlib.c", "extent[0] = 1; zlib.c"))
+    bring(
+        toy_e=GOOD + "return bytes(size)",
+        toy_f=BACK.replace("130", "131").replace("return zlib.c", "extent[0] = 1; zlib.c"),
+    )
     for policy, told in (("toy_e", "does not give back"), ("toy_f", "cannot store an extent: .*read-only")):
         with pytest.raises(InvalidInputError, match=f"'{policy}' .*{told}"):
             encode_extent(bytearray(REPEATED), policy=known_policy(policy), item_bytes=4)
