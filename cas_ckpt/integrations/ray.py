@@ -8,7 +8,8 @@
 1. All workers commit the live state together.
 2. Rank 0 reports a `ray.train.Checkpoint` that names the commit, in its metadata: Ray stores that folder, a few hundred
    bytes, inside of its storage_path, and gives it back when it has started the workers again.
-3. Commits of the run whose checkpoints Ray has deleted (`CheckpointConfig.num_to_keep`) are forgotten at the next report.
+3. Commits of the training whose checkpoints Ray has deleted (`CheckpointConfig.num_to_keep`) are forgotten at the next
+   report.
 
 Invariant: what Ray knows of is committed, and durable. Must not know private names of Ray.
 """
@@ -69,8 +70,8 @@ class CasCheckpoints:
         self._ranks, context = Ranks(), ray.train.get_context()
         if self._ranks.size != context.get_world_size():
             raise InvalidInputError(
-                f"there are {context.get_world_size()} workers and {self._ranks.size} ranks: open it in a process group "
-                "of all workers, as TorchTrainer makes it"
+                f"there are {context.get_world_size()} workers and {self._ranks.size} ranks: open it in a process "
+                "group of all workers, as TorchTrainer makes it"
             )
         if not isinstance(repository, Repository):
             place = os.fspath(repository)
@@ -151,7 +152,7 @@ class CasCheckpoints:
         return self.repository.log(commit, limit=1)[0], newest is not None and newest.id == commit
 
     def _forget(self, newest: CommitInfo) -> None:
-        """Forget commits of this run whose checkpoints Ray does not have any more; by one rank."""
+        """Forget commits of this training whose checkpoints Ray does not have any more; by one rank."""
         reported = ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
         if not reported:  # as in local mode, which stores none
             return

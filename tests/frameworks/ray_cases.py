@@ -57,7 +57,7 @@ def killed(train: Callable[[Any], None], folder: Path) -> Callable[[Any], None]:
 
 
 def main(folder: Path) -> None:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     trainer = ray.train.torch.TorchTrainer
     for name in ("whole", "killed"):
         (folder / name).mkdir()
