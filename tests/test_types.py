@@ -60,7 +60,7 @@ BAD = [
     ('repo.export("main", "out", format="pickle")', '"format" to "export"'),
     ('repo.du("week")', 'Argument 1 to "du"'),
     ('repo.repair("everything")', 'Argument 1 to "repair"'),
-    ('Repository.init("runs", encoding="gzip")', '"encoding" to "init"'),
+    ("Repository.init(\"runs\", encoding=5)", '"encoding" to "init"'),
     ("Repository.open(\"runs\", group=3)", '"group" to "open"'),
     ('cas_ckpt.limits(memory_bytes="1 GB")', '"memory_bytes" to "limits"'),
     ("made.identity", '"CommitInfo" has no attribute "identity"'),
