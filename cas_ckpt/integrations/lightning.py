@@ -59,7 +59,7 @@ class CasModelCheckpoint(ModelCheckpoint):
             repository: As for `CasCheckpointIO`; or one, with options of its own.
             dirpath: A folder for the small files that name commits. None: that of the repository with `-files` at the
                 end of its name, and in it one for the branch, if one is given.
-            save_last: Let `last.ckpt` there, and with it `ckpt_path="last"`, name the branch; it is written once.
+            save_last: Let `last.ckpt` there, and with it `ckpt_path="last"`, name the branch.
             **options: Further arguments of ModelCheckpoint: `monitor`, `save_top_k`, `every_n_train_steps`, ...
         Raises:
             InvalidInputError: there is no folder that `dirpath` could stand for.
@@ -138,7 +138,8 @@ class CasModelCheckpoint(ModelCheckpoint):
         if self._is_between_epochs:
             self._restore_rng()
             # With a limit of steps Lightning goes on as if it were inside of the epoch, and trains one batch too many.
-            self._max_steps, trainer.fit_loop.epoch_loop.max_steps = trainer.max_steps, -1
+            if trainer.max_steps != -1:  # else there is none, or another callback of this kind has put it aside
+                self._max_steps, trainer.fit_loop.epoch_loop.max_steps = trainer.max_steps, -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Inside of an epoch: restore random states when loaders have gone to where they were."""
