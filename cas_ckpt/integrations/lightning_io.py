@@ -121,7 +121,7 @@ class CasCheckpointIO(TorchCheckpointIO):
         self.__dict__.update(state)
         self._repository: Repository | None = None
         self._lock, self._thread, self._pid = threading.RLock(), threading.current_thread(), os.getpid()
-        self._may_remove, self._to_remove = True, list[str]()
+        self._saves, self._may_remove, self._to_remove = 0, True, list[str]()
         self._to_give_up = list[str]()
 
     # ------------------------------------------------------------ what Lightning calls
@@ -157,7 +157,8 @@ class CasCheckpointIO(TorchCheckpointIO):
                 "are not written yet; say save_last=True, or take CasModelCheckpoint"
             )
         self._raise_earlier()
-        self._may_remove = False
+        with self._lock:
+            self._saves, self._may_remove = self._saves + 1, False
         try:
             self._commit(checkpoint, file)
         except (CkptError, OSError) as error:
@@ -195,6 +196,8 @@ class CasCheckpointIO(TorchCheckpointIO):
             allow_pickle=self._options.allow_pickle and weights_only is not True,
         )  # fmt: skip
         is_newest = "branch" in named and os.path.dirname(file) == os.path.dirname(_absolute(path))
+        if "branch" in named and not is_newest:
+            _LOGGER.warning("%s is the newest commit of %s, which was saved as %s", path, named["branch"], file)
         self.loaded, self._unnamed = commit, commit if is_newest else None
         _reorder(state, commit.meta["lightning"]["order"])
         return state
@@ -260,39 +263,41 @@ class CasCheckpointIO(TorchCheckpointIO):
             meta={"lightning": {"file": file, "order": order}}, options=options,
         )  # fmt: skip
         if isinstance(made, CommitInfo):
-            self._settle(file, made)
+            self._settle(file, self._saves, made)
         else:
-            made.add_done_callback(partial(self._on_made, file))
+            made.add_done_callback(partial(self._on_made, file, self._saves))
 
-    def _on_made(self, file: str, pending: Any) -> None:
+    def _on_made(self, file: str, number: int, pending: Any) -> None:
         """A commit in the background has ended: called by the thread that made it."""
         try:
-            self._settle(file, pending.result())
+            self._settle(file, number, pending.result())
         except Exception as error:  # noqa: BLE001 - the next save raises it, or `teardown`
             self._note_failure(file, error)
 
-    def _settle(self, file: str, commit: CommitInfo) -> None:
-        """The commit is durable: name it, and let go what it replaces."""
+    def _settle(self, file: str, number: int, commit: CommitInfo) -> None:
+        """The commit of the save of this number is durable: name it, and let go what it replaces."""
         with self._lock:
             old = None if os.path.islink(file) else _read(file)
             self._name(file, commit)
-            self.last_commit, self.last_error, self._may_remove = commit, None, True
+            self.last_commit, self.last_error = commit, None
+            self._may_remove = number == self._saves  # else the next one is under way, for which Lightning removes
             # What a process that was killed before it named it had committed for the same path is replaced, too.
             parents = [self._open().log(each, limit=1)[0] for each in commit.parents]
             replaced = {each.id for each in parents if _file_of(each) == file} | {old and old.get("commit")}
             self._to_give_up += [each for each in replaced if each and each != commit.id]
         try:
-            self._remove_waiting()
+            if self._may_remove:
+                self._remove_waiting()
         except (CkptError, OSError) as error:
             _LOGGER.warning("%s is committed, but what it replaces stays: %s", file, error)
 
     def _name(self, file: str, commit: CommitInfo) -> None:
         """Let a tag, and the file, name the commit."""
         repository = self._open()
-        branch, stem = self.branch or repository.default_branch, re.sub("[^A-Za-z0-9._-]+", "-", Path(file).stem)
-        repository.tag(f"{branch}/{stem.lstrip('.-_')}-{commit.short_id}", commit, force=True)
+        branch, stem = self.branch or repository.default_branch, re.sub("[^A-Za-z0-9._-]+|[.]{2,}", "-", Path(file).stem)
+        repository.tag(f"{branch}/{stem[-100:].lstrip('.-_')}-{commit.short_id}", commit, force=True)
         _write(file, {"cas_ckpt": 1, "repository": repository.url, "commit": commit.id})
-        if self.last_file and _read(self.last_file) is None:
+        if self.last_file:  # each time: of several files Lightning takes the one that was written last
             _write(self.last_file, {"cas_ckpt": 1, "repository": repository.url, "branch": branch})
 
     def _remove_waiting(self) -> None:
@@ -309,13 +314,19 @@ class CasCheckpointIO(TorchCheckpointIO):
                 self._open().gc()
 
     def _give_up(self, commit: str) -> None:
-        """Forget the commit; later, if it is the newest one of its branch, or somebody else has tagged it."""
+        """Forget the commit; later, if it is the newest one of its branch, or somebody else has tagged it.
+
+        What another branch leads to stays.
+        """
         repository = self._open()
+        branch = self.branch or repository.default_branch
         for tag, named in repository.tags().items():
             if named == commit and tag.endswith(f"-{commit[:12]}"):
                 repository.delete_tag(tag)
         try:
-            repository.forget(revisions=commit)
+            others = [f"^refs/heads/{name}" for name in repository.branches() if name != branch]
+            if repository.log([commit, *others], limit=1):
+                repository.forget(revisions=commit)
         except InvalidInputError:
             self._to_give_up.append(commit)
         except NotFoundError:
@@ -350,6 +361,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = json.loads(data)
+        if not isinstance(found.get("commit", found.get("branch")), str):
+            raise ValueError("it names neither a commit nor a branch")
     except ValueError as error:
         raise InvalidInputError(f"{path} is to name a commit, and is damaged ({error}): remove it") from error
     return found

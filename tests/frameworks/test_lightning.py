@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -234,6 +235,63 @@ def test_it_saves_when_lightnings_own_callback_does(
     assert saved[0] == saved[1] != []
 
 
+def test_two_callbacks_keep_the_limit_of_steps(tmp_path: Path) -> None:
+    second = {"monitor": "loss", "every_n_train_steps": 5, "filename": "best-{step}"}
+    train(tmp_path, CasModelCheckpoint(tmp_path / "ckpts", **second), every_n_train_steps=5, trainer={"max_steps": 5})
+    limits: list[int] = []
+
+    class Limit(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            limits.append(trainer.max_steps)
+            trainer.should_stop = trainer.global_step > 12
+
+    both = [Limit(), CasModelCheckpoint(tmp_path / "ckpts", **second)]
+    train(tmp_path, *both, every_n_train_steps=5, trainer={"max_steps": 10})
+    assert limits == [10] * 5
+
+
+def test_a_folder_of_files_that_goes_on_with_another_branch_names_that_one(tmp_path: Path) -> None:
+    def fit(branch: str | None, steps: int, path: str) -> CommitInfo | None:
+        io = CasCheckpointIO(tmp_path / "ckpts", branch=branch)
+        cb = CasModelCheckpoint(io, dirpath=tmp_path / "files", every_n_train_steps=2, save_top_k=-1)
+        trainer_of(tmp_path, cb, max_steps=steps).fit(Net(), batches("stateful"), ckpt_path=path)
+        return cb.io.loaded
+
+    fit(None, 4, "last")
+    fit("retry", 6, "cas:main@step:2")
+    loaded = fit("retry", 8, "last")
+    assert loaded is not None and loaded.step == 6
+
+
+def test_a_commit_that_another_training_put_on_the_branch_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, trainer={"max_steps": 4})
+    other = CasModelCheckpoint(tmp_path / "ckpts", dirpath=tmp_path / "other", every_n_train_steps=2)
+    trainer_of(tmp_path, other, max_steps=8).fit(Net(), batches("stateful"))
+    train(tmp_path, trainer={"max_steps": 8})
+    assert "last.ckpt is the newest commit of main, which was saved as" in caplog.text
+
+
+def test_what_was_saved_last_is_newer_than_what_an_exception_left(tmp_path: Path) -> None:
+    def fit(*callbacks: Any) -> CommitInfo | None:
+        cb = CasModelCheckpoint(tmp_path / "ckpts", every_n_train_steps=2, save_top_k=-1)
+        left = OnExceptionCheckpoint(tmp_path / "exception")
+        left.teardown = lambda *_, **__: None  # type: ignore[method-assign]  # as if the process was killed before it
+        trainer = trainer_of(tmp_path, left, *callbacks, cb, max_steps=12)
+        trainer.fit(Net(), batches("stateful"), ckpt_path="last")
+        return cb.io.loaded
+
+    class Raises(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fit(Raises())
+    assert [found.step for found in (fit(), fit()) if found is not None] == [5, 12]
+
+
 # ------------------------------------------------------------ what is stored
 
 
@@ -334,8 +392,9 @@ def test_lightnings_own_files_are_read_and_removed(tmp_path: Path) -> None:
     assert io.load_checkpoint(tmp_path / "pickled.ckpt", weights_only=False) == {"x": os.getcwd}
 
 
-def test_a_damaged_file_that_names_a_commit_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt").write_text('{"cas_ckpt": 1, "repo')
+@pytest.mark.parametrize("said", ['{"cas_ckpt": 1, "repo', '{"cas_ckpt": 1}', '{"cas_ckpt": 1, "commit": [2]}'])
+def test_a_damaged_file_that_names_a_commit_is_told(tmp_path: Path, said: str) -> None:
+    (tmp_path / "a.ckpt").write_text(said)
     with pytest.raises(InvalidInputError, match="is to name a commit, and is damaged"):
         CasCheckpointIO(tmp_path / "ckpts").load_checkpoint(tmp_path / "a.ckpt")
 
@@ -403,6 +462,29 @@ def test_what_a_user_has_tagged_stays_when_lightning_removes_it(tmp_path: Path) 
     with Repository.open(tmp_path / "ckpts") as repository:
         tags = repository.tags()
     assert [re.sub("-[0-9a-f]{12}$", "", each) for each in tags] == ["main/epoch-2-step-14", "mine"]
+
+
+def test_what_another_branch_leads_to_stays_when_lightning_removes_it(tmp_path: Path) -> None:
+    io = CasCheckpointIO(tmp_path / "ckpts")
+    for step in (1, 2, 3):
+        io.save_checkpoint({"step": step}, tmp_path / f"{step}.ckpt")
+        if step == 2:
+            with Repository.open(tmp_path / "ckpts") as repository:
+                repository.branch("keep", start="main~1")
+                repository.checkout("keep", into=repository.load("keep"))
+                repository.commit({"x": 1})
+    for step in (1, 2):
+        io.remove_checkpoint(tmp_path / f"{step}.ckpt")
+    with Repository.open(tmp_path / "ckpts") as repository:
+        assert [(each.step, each.forgotten) for each in repository.log("keep")] == [(None, False), (1, False)]
+        assert [(each.step, each.forgotten) for each in repository.log()] == [(3, False), (2, True), (1, False)]
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 200])
+def test_a_file_may_have_a_name_that_a_tag_cannot_have(tmp_path: Path, name: str) -> None:
+    io = CasCheckpointIO(tmp_path / "ckpts", on_save_error="raise")
+    io.save_checkpoint({"step": 1}, tmp_path / f"{name}.ckpt")
+    assert io.load_checkpoint(tmp_path / f"{name}.ckpt") == {"step": 1}
 
 
 @pytest.mark.parametrize(("last", "asynchronous"), [(True, False), (True, True), ("link", False)])
@@ -541,6 +623,32 @@ def test_a_save_that_fails_ends_the_training_if_asked_for(tmp_path: Path, asynch
     cb = CasModelCheckpoint(io, every_n_train_steps=2)
     with pytest.raises(CkptError, match="is a folder of other keys"):
         trainer_of(tmp_path, Fails(io, 3, 99), cb, max_steps=8).fit(Net(), batches("stateful"))
+
+
+def test_nothing_is_removed_before_a_save_in_the_background_if_one_before_it_ends_meanwhile(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    class Holds(CasCheckpointIO):
+        def _settle(self, file: str, *rest: Any) -> None:
+            if file.endswith("2.ckpt"):
+                may_end.wait()
+                repository, packs = self._open(), tmp_path / "ckpts" / "packs"
+                super()._settle(file, *rest)
+                assert repository.latest() is not None
+                packs.rename(packs.with_name("moved"))
+                packs.touch()
+            else:
+                super()._settle(file, *rest)
+
+    io = Holds(tmp_path / "ckpts", asynchronous=True)
+    for step in (1, 2):
+        io.save_checkpoint({"x": torch.full((300,), step)}, tmp_path / f"{step}.ckpt")
+    timer = threading.Timer(0.3, may_end.set)
+    timer.start()
+    io.save_checkpoint({"x": torch.full((300,), 3)}, tmp_path / "3.ckpt")  # waits for the one before, and fails
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    io.teardown()
+    assert io.last_error is not None and (tmp_path / "1.ckpt").exists()
 
 
 def test_async_checkpoint_io_is_refused(tmp_path: Path) -> None:
