@@ -294,8 +294,9 @@ class CasCheckpointIO(TorchCheckpointIO):
     def _name(self, file: str, commit: CommitInfo) -> None:
         """Let a tag, and the file, name the commit."""
         repository = self._open()
-        branch, stem = self.branch or repository.default_branch, re.sub("[^A-Za-z0-9._-]+|[.]{2,}", "-", Path(file).stem)
-        repository.tag(f"{branch}/{stem[-100:].lstrip('.-_')}-{commit.short_id}", commit, force=True)
+        branch, stem = self.branch or repository.default_branch, Path(file).stem[-100:]
+        stem = re.sub("[^A-Za-z0-9._-]+|[.]{2,}", "-", stem).lstrip(".-_")
+        repository.tag(f"{branch}/{stem}-{commit.short_id}", commit, force=True)
         _write(file, {"cas_ckpt": 1, "repository": repository.url, "commit": commit.id})
         if self.last_file:  # each time: of several files Lightning takes the one that was written last
             _write(self.last_file, {"cas_ckpt": 1, "repository": repository.url, "branch": branch})
@@ -362,8 +363,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(data)
         if not isinstance(found.get("commit", found.get("branch")), str):
-            raise ValueError("it names neither a commit nor a branch")
-    except ValueError as error:
+            raise TypeError("it names neither a commit nor a branch")
+    except (ValueError, TypeError) as error:
         raise InvalidInputError(f"{path} is to name a commit, and is damaged ({error}): remove it") from error
     return found
 

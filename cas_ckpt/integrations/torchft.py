@@ -2,7 +2,8 @@
 
     manager = Manager(..., checkpoint_transport=CasTransport("s3://bucket/healing"))
 
-1. Manager tells `metadata` to the other replicas: the branch that this rank commits to.
+1. Manager tells `metadata` to the other replicas: the branch that this rank commits to, and what its commits have in
+   their `meta`, so that none that an earlier process left there is taken for one of them.
 2. `send_checkpoint`: a rank of a healthy replica commits its state at that step; it may change when the call returns.
 3. `recv_checkpoint`: the same rank of a replica that is behind waits for the commit of that step, and loads it, every
    byte verified. Any number of replicas may do so, and none of them asks the one that sent it.
@@ -48,6 +49,9 @@ POLL_S = 0.1
 DIVIDED = "divided"
 """In the `meta` of a commit: where it has a part of a tensor that is divided over ranks."""
 
+SENDER = "sender"
+"""In the `meta` of a commit: the transport that made it."""
+
 T = TypeVar("T")
 
 
@@ -85,15 +89,16 @@ class CasTransport(CheckpointTransport[T]):
         if not isinstance(repository, (str, os.PathLike)):
             raise InvalidInputError("repository: give a path or URL, which is opened without a process group")
         self.repository = Repository.open(repository, create=True, group=None)
-        self.branch = branch or f"torchft-{uuid4().hex}"
+        self._sender = uuid4().hex
+        self.branch = branch or f"torchft-{self._sender}"
         self.last_error: CkptError | None = None
         self._state_dict = state_dict
         self._raise = on_save_error == "raise"
         self._pending: PendingCommit | None = None
 
     def metadata(self) -> str:
-        """The branch that this rank commits to."""
-        return self.branch
+        """The branch that this rank commits to, and which of its commits are those of this transport."""
+        return f"{self.branch} {self._sender}"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Begin the commit of `state_dict`, which may change when this returns.
@@ -101,15 +106,19 @@ class CasTransport(CheckpointTransport[T]):
         Raises:
             CkptError: it cannot be committed, or the send before could not, and `on_save_error` is "raise".
         """
+        for before in (lambda: self._settle(timeout), self._tidy):
+            try:
+                before()
+            except CkptError as error:
+                self._failed(error)
+                if self._pending is not None:  # it goes on, and another one would wait for it
+                    return
         self.last_error = None
         try:
-            self._settle(timeout)
-            if self.repository.latest(self.branch) is not None:
-                self.repository.forget(Policy(keep_last=1), branches=self.branch, gc=True)
             self._pending = self.repository.commit_async(
                 {"state": _mapped(state_dict, _local)}, step=step, branch=self.branch,
-                message=f"for the replicas {dst_ranks}", meta={DIVIDED: [list(path) for path, _ in _parts(state_dict)]},
-                options=CommitOptions(create=True, orphan=True),
+                message=f"for the replicas {dst_ranks}", options=CommitOptions(create=True, orphan=True),
+                meta={SENDER: self._sender, DIVIDED: [list(path) for path, _ in _parts(state_dict)]},
             )  # fmt: skip
         except CkptError as error:
             self._failed(error)
@@ -132,13 +141,14 @@ class CasTransport(CheckpointTransport[T]):
             MismatchError: a part is divided, and the live tensor is not, or `state_dict` was not given.
             CkptError: it cannot be loaded; see `Repository.load`.
         """
+        branch, _, sender = metadata.partition(" ")
         for _ in range(1 + int(timeout.total_seconds() / POLL_S)):
-            commit = self.repository.latest(metadata)
-            if commit is not None and commit.step == step:
+            commit = self.repository.latest(branch)
+            if commit is not None and commit.step == step and commit.meta.get(SENDER) == sender:
                 return cast(T, self._divided(self.repository.load(commit)["state"], commit.meta[DIVIDED]))
             Event().wait(min(POLL_S, timeout.total_seconds()))
         raise StillPendingError(
-            f"timed out after {timeout}: replica {src_rank} has committed no state of step {step} to {metadata} of "
+            f"timed out after {timeout}: replica {src_rank} has committed no state of step {step} to {branch} of "
             f"{self.repository.url}"
         )
 
@@ -161,9 +171,17 @@ class CasTransport(CheckpointTransport[T]):
 
     def _settle(self, timeout: timedelta | None = None) -> None:
         """Wait for the last send; raises what it failed of."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result(None if timeout is None else timeout.total_seconds())
+        if self._pending is not None:
+            try:
+                self._pending.result(None if timeout is None else timeout.total_seconds())
+            finally:
+                if self._pending.done():
+                    self._pending = None
+
+    def _tidy(self) -> None:
+        """Forget all that was sent but the last."""
+        if self.repository.latest(self.branch) is not None:
+            self.repository.forget(Policy(keep_last=1), branches=self.branch, gc=True)
 
     def _failed(self, error: CkptError) -> None:
         self.last_error = error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import TestCase
 
@@ -169,6 +170,38 @@ def test_a_send_that_fails_is_logged_or_raised(tmp_path: Path, way: Any, caplog:
         assert "training goes on" in caplog.text and caplog.records[-1].levelno == logging.ERROR
     assert isinstance(transport.last_error, PermissionDeniedError)
     transport.shutdown()
+
+
+def test_a_send_after_one_that_failed_in_the_background_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver = CasTransport[Any](tmp_path / "repo"), CasTransport[Any](tmp_path / "repo")
+    packs, is_told = tmp_path / "repo" / "packs", Event()
+    packs.touch()  # so that nothing can be stored
+    sender.send_checkpoint([1], 1, {"x": torch.rand(1000)}, SECOND)
+    assert sender._pending is not None
+    sender._pending.add_done_callback(lambda _: is_told.set())
+    assert is_told.wait(20)
+    packs.unlink()
+    sender.send_checkpoint([1], 2, {"x": torch.zeros(1000)}, SECOND)
+    assert "training goes on" in caplog.text and sender.last_error is None
+    assert not receiver.recv_checkpoint(0, sender.metadata(), 2, 20 * SECOND)["x"].any()
+    for transport in (sender, receiver):
+        transport.shutdown()
+
+
+def test_a_state_that_a_killed_process_left_on_the_branch_is_not_taken_for_that_of_a_new_one(tmp_path: Path) -> None:
+    sender, receiver = CasTransport[Any](tmp_path / "repo", branch="first"), CasTransport[Any](tmp_path / "repo")
+    sender.send_checkpoint([1], 7, {"x": 1}, SECOND)
+    assert receiver.recv_checkpoint(0, sender.metadata(), 7, 20 * SECOND) == {"x": 1}
+    sender.repository.close()  # without `shutdown`
+    again = CasTransport[Any](tmp_path / "repo", branch="first")
+    with pytest.raises(StillPendingError):
+        receiver.recv_checkpoint(0, again.metadata(), 7, SECOND / 10)
+    again.send_checkpoint([1], 7, {"x": 2}, SECOND)
+    assert receiver.recv_checkpoint(0, again.metadata(), 7, 20 * SECOND) == {"x": 2}
+    for transport in (again, receiver):
+        transport.shutdown()
 
 
 def test_misuse_is_told(tmp_path: Path) -> None:
