@@ -144,8 +144,9 @@ class CasTransport(CheckpointTransport[T]):
         branch, _, sender = metadata.partition(" ")
         for _ in range(1 + int(timeout.total_seconds() / POLL_S)):
             commit = self.repository.latest(branch)
-            if commit is not None and commit.step == step and commit.meta.get(SENDER) == sender:
-                return cast(T, self._divided(self.repository.load(commit)["state"], commit.meta[DIVIDED]))
+            said = commit.meta if commit is not None and isinstance(commit.meta, dict) else {}
+            if commit is not None and commit.step == step and said.get(SENDER) == sender:
+                return cast(T, self._divided(self.repository.load(commit)["state"], said[DIVIDED]))
             Event().wait(min(POLL_S, timeout.total_seconds()))
         raise StillPendingError(
             f"timed out after {timeout}: replica {src_rank} has committed no state of step {step} to {branch} of "
