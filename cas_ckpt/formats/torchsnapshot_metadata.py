@@ -153,7 +153,7 @@ def read_snapshot_metadata(folder: FilePath, *, follow_links: bool = False) -> S
             "if it is of an older version, restore it there and take it again; else fetch it again"
         ) from error
     try:
-        if "repository" in top:
+        if isinstance(top, dict) and "repository" in top:
             raise InvalidInputError(f"{path}: a snapshot of cas_ckpt itself, in the repository {top['repository']!r}")
         return _metadata(_Fields(top))
     except _OddFormError as error:
@@ -196,7 +196,7 @@ def _metadata(top: _Fields) -> SnapshotMetadata:
     divided: dict[str, list[SavedNode]] = {}
     for path, content in top.get("manifest", dict).items():
         rank, _, inner = path.partition("/")
-        if not rank.isascii() or not rank.isdigit() or int(rank[:9]) >= size or not inner:
+        if not rank.isascii() or not rank.isdigit() or len(rank) > 9 or int(rank) >= size or not inner:
             raise _OddFormError(f"{path[:200]!r} is no path of one of {size} ranks")
         entry = _Fields(content)
         node = _placed(ranks[int(rank)], path, inner.split("/"))
@@ -321,6 +321,8 @@ def _shards(entry: _Fields, name: str) -> list[tuple[Box, _Fields]]:
 
 def _pieces(spec: Spec, boxes: list[tuple[Box, _Fields]], path: str, *, is_part: bool = False) -> SavedPieces:
     """The pieces of a tensor, or of one rank's part of it; replicas of one piece count once."""
+    if not spec.fits_array:
+        raise InvalidInputError(f"{path}: {spec} has no elements, and sizes that no array can have")
     serializers = {entry.get("serializer", str) for _, entry in boxes} or {RAW}
     if len(serializers) > 1 or not serializers <= {RAW, TORCH_SAVE}:
         raise UnsupportedValueError(f"{path}: a tensor that was written by {', '.join(sorted(serializers))[:200]}")

@@ -78,7 +78,8 @@ class Node:
     def named(self, text: str) -> Node | None:
         """The child that a component of a path names."""
         number = text.removeprefix("-")
-        child = self.children.get(int(text)) if number.isascii() and number.isdigit() else None
+        is_number = number.isascii() and number.isdigit() and len(number) < 20
+        child = self.children.get(int(text)) if is_number else None
         return child or self.children.get(text)
 
     def leaves(self) -> Iterator[Node]:
@@ -156,7 +157,7 @@ class Contents:
         rank_text, _, rest = path.partition("/")
         names = rest.split("/") if rest else []
         at: Node | None = self.root
-        if not rank_text.isdigit() or not names:
+        if not rank_text.isascii() or not rank_text.isdigit() or len(rank_text) > 9 or not names:
             at = None
         for depth, name in enumerate(names):
             at = None if at is None else at.named(unquote(name))

@@ -13,12 +13,11 @@ The repository of a new snapshot in a folder, by the first of these that holds:
 
 Everybody's folders do not count on the way up either: what somebody else put there is not ours to use.
 
-The file names the repository and the tag, so that `os.path.exists` says whether a snapshot is there, and a folder that
-is moved or renamed with its repository still is a snapshot. It is written after the tag: where it is, the snapshot is
-whole.
+The file names the repository and the commit, so that `os.path.exists` says whether a snapshot is there, and a folder
+that is moved with its repository, renamed or copied still is the snapshot that it was, whatever is taken to its former
+path. It is written after the tag: where it is, the snapshot is whole.
 
-Invariant: the same path gives the same tag, and two paths never share one; a tag is taken for what is in the
-repository, never believed of the file. Must not know states.
+Invariant: the same path gives the same tag, and two paths never share one. Must not know states.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ class Place:
     Attributes:
         path: As it was given, without "fs://".
         repository: Path or URL.
-        tag: Of the snapshot's commit in it.
+        tag: Of the snapshot's commit in it, as of the moment; where the next one goes.
+        commit: What the file in the folder names; None: there is none, the tag counts.
         options: Arguments of `Repository.open`.
         allow_pickle: Values that cannot be expressed otherwise are pickled, and unpickled.
         on_divergence: What becomes of replicated values that differ, as in `CommitOptions`.
@@ -74,6 +74,7 @@ class Place:
     options: Mapping[str, Any]
     allow_pickle: bool = False
     on_divergence: OnDivergence = "raise"
+    commit: str | None = None
 
     @property
     def file(self) -> Path | None:
@@ -92,6 +93,7 @@ def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     options = dict(storage_options or {})
     own = {name: options.pop(name) for name in _OWN_OPTIONS if name in options}
     how = {name: own.pop(name) for name in ("allow_pickle", "on_divergence") if name in own}
+    commit = None
     if "://" in text:
         repository, tag = _in_url(text, own.pop("repository", None), options)
     else:
@@ -99,12 +101,12 @@ def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
             raise InvalidInputError(
                 f"storage_options has {next(iter(options))!r}; known for folders are {', '.join(_OWN_OPTIONS)}"
             )
-        repository, tag = _in_folder(Path(os.path.abspath(text)), own.pop("repository", None))
-    return Place(text, repository, tag, own, **how)
+        repository, tag, commit = _in_folder(Path(os.path.abspath(text)), own.pop("repository", None))
+    return Place(text, repository, tag, own, commit=commit, **how)
 
 
-def write_file(place: Place) -> None:
-    """Let the snapshot's folder say where its content is; durable when this returns.
+def write_file(place: Place, commit: str) -> None:
+    """Let the snapshot's folder say where its content is, a commit; durable when this returns.
 
     Raises:
         StorageError: it cannot be written.
@@ -114,7 +116,7 @@ def write_file(place: Place) -> None:
         return
     folder = Path(os.path.abspath(file.parent))
     named = place.repository if "://" in place.repository else os.path.relpath(place.repository, folder)
-    record = {"version": "cas_ckpt", "repository": named, "tag": place.tag, "manifest": {}}
+    record = {"version": "cas_ckpt", "repository": named, "commit": commit, "tag": place.tag, "manifest": {}}
     data = json.dumps(record, indent=2).encode()
     try:
         if file.exists() and file.read_bytes() == data:
@@ -147,28 +149,33 @@ def _in_url(url: str, repository: Any, settings: Mapping[str, Any]) -> tuple[str
     return f"{above}/{FOLDER_NAME}" + (f"?{query}" if query else ""), tag_of(name)
 
 
-def _in_folder(path: Path, repository: Any) -> tuple[str, str]:
-    """The repository and the tag of a snapshot in a folder."""
+def _in_folder(path: Path, repository: Any) -> tuple[str, str, str | None]:
+    """The repository, the tag and the commit of a snapshot in a folder."""
     if repository is not None:
         named = _repository(repository)
-        beside = None if "://" in named else Path(os.path.abspath(named)).parent
-        inside = beside is not None and beside in path.parents
-        return named, tag_of(path.relative_to(beside).as_posix() if inside and beside else path.as_posix().strip("/"))
+        return named, _tag_in(named, path), None
     found = _noted(path)
     if found is not None:
-        return found
-    if (path / FOLDER_NAME).is_dir():
-        return str(path / FOLDER_NAME), tag_of(path.name or "snapshot")
-    for above in path.parents:
-        if (above / FOLDER_NAME).is_dir() and not _is_everybodys(above):
-            return str(above / FOLDER_NAME), tag_of(path.relative_to(above).as_posix())
-    beside = path.parent
-    is_ours = beside != path and beside.parent != beside and not _is_everybodys(beside) and _may_write(beside)
-    return str((beside if is_ours else path) / FOLDER_NAME), tag_of(path.name or "snapshot")
+        return found[0], _tag_in(found[0], path), found[1]
+    for above in (path, *path.parents):
+        if (above / FOLDER_NAME).is_dir() and (above == path or not _is_everybodys(above)):
+            break
+    else:
+        beside = path.parent
+        is_ours = beside != path and beside.parent != beside and not _is_everybodys(beside) and _may_write(beside)
+        above = beside if is_ours else path
+    return str(above / FOLDER_NAME), _tag_in(str(above / FOLDER_NAME), path), None
+
+
+def _tag_in(repository: str, path: Path) -> str:
+    """The tag of a snapshot in a folder: its path from where the repository is; "." if that is the folder itself."""
+    beside = None if "://" in repository else Path(os.path.abspath(repository)).parent
+    is_beside = beside is not None and (beside == path or beside in path.parents)
+    return tag_of(path.relative_to(beside).as_posix() if beside and is_beside else path.as_posix().strip("/"))
 
 
 def _noted(path: Path) -> tuple[str, str] | None:
-    """What the file in the folder says; None: there is none.
+    """The repository and the commit that the file in the folder names; None: there is none.
 
     Raises:
         NotInSnapshotError: it is one of torchsnapshot.
@@ -183,15 +190,15 @@ def _noted(path: Path) -> tuple[str, str] | None:
         raise StorageError(f"{file} cannot be read: {error}") from error
     try:
         record = json.loads(data)
-        named, tag = record["repository"], record["tag"]
-        if type(named) is not str or type(tag) is not str:
-            raise TypeError("names that are no text")
+        named, commit = record["repository"], record["commit"]
+        if type(named) is not str or not _WHOLE_ID.fullmatch(commit):
+            raise TypeError("names that are none")
     except (ValueError, TypeError, KeyError) as error:
         raise NotInSnapshotError(
             f"{file} was written by torchsnapshot, or is damaged: import it once, "
             f"cas_ckpt.torchsnapshot.import_snapshot({str(path)!r}, NEW_PATH), or take the snapshot to another path"
         ) from error
-    return (named if "://" in named else os.path.normpath(path / named)), tag
+    return (named if "://" in named else os.path.normpath(path / named)), commit
 
 
 def _repository(named: Any) -> str:

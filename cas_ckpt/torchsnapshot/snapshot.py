@@ -223,7 +223,7 @@ class Snapshot:
         if memory_budget_bytes is None:
             contents.repo.checkout(contents.commit, into=_nested(contents, found, obj_out), keys=node.key, strict=False)
         else:
-            _fill(contents, node.key, obj_out, memory_budget_bytes)
+            _fill(contents, node.key, obj_out.detach(), memory_budget_bytes)
         return obj_out
 
     def get_manifest(self) -> dict[str, Entry]:
@@ -278,7 +278,7 @@ class Snapshot:
         if self._contents is None or self._contents.repo is not repo:
             if self._commit is None:
                 try:
-                    self._commit = repo.resolve(f"refs/tags/{place.tag}")
+                    self._commit = repo.resolve(place.commit or f"refs/tags/{place.tag}")
                 except NotFoundError as error:
                     raise _absent(place) from error
             self._contents = Contents(repo, self._commit, allow_pickle=place.allow_pickle)
@@ -407,7 +407,7 @@ class _Taking:
         repo = self.opened.repo
         replaces = self.place.tag in repo.tags()
         repo.tag(self.place.tag, made, force=True)
-        write_file(self.place)
+        write_file(self.place, made.id)
         if replaces:
             collect(repo)
 
@@ -431,7 +431,7 @@ def import_snapshot(
             options=ImportOptions(keep_names=True, allow_pickle=place.allow_pickle),
         )
         repo.tag(place.tag, made, force=True)
-    write_file(place)
+    write_file(place, made.id)
     return Snapshot(path, storage_options=storage_options)
 
 

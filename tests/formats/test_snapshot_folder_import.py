@@ -161,6 +161,8 @@ BROKEN: dict[str, tuple[Callable[[SnapshotFolder], Any], str]] = {
         "share bytes",
     ),
     "one path twice": (_entry("00/x/t", {"type": "list"}), "stands for two entries"),
+    "sizes that no array has": (_change("shape", [0, 1 << 62, 1 << 62]), "shape is no list of sizes"),
+    "a rank with many digits": (_entry("0000000002/x/t", {"type": "list"}), "no path of one of 2 ranks"),
     "a rank too many": (_entry("2/x/t", {"type": "list"}), "no path of one of 2 ranks"),
     "no rank": (_entry("x/t", {"type": "list"}), "no path of one of 2 ranks"),
     "an unknown type": (_entry("0/x/v", {"type": "Secret", "serialized_value": "x"}), "'Secret', which is not known"),
@@ -216,7 +218,8 @@ def test_a_broken_or_hostile_folder_is_refused_and_nothing_is_committed(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "version: 0.0.3\nmanifest: {}\n", "[1]", "{}", '{"a":' * 5000, '{"world_size": 0}']
+    "text",
+    ["", "version: 0.0.3\nmanifest: {}\n", "[1]", "{}", '{"a":' * 5000, '{"world_size": 0}', "5", '["repository"]'],
 )
 def test_metadata_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "old").mkdir()

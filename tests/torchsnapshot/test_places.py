@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,10 @@ def test_in_everybodys_folder_the_repository_is_inside_of_the_snapshot(tmp_path:
     (shared / ".cas_ckpt").mkdir()  # somebody else's
     Snapshot.take(str(shared / "mine" / "two"), STATE)
     assert (shared / "mine" / ".cas_ckpt").is_dir() and os.listdir(shared / ".cas_ckpt") == []
-    assert Snapshot(str(shared / "one")).read_object("0/state/step") == 1
+    Snapshot.take(str(shared / "one" / "one"), {"state": StateDict(step=2)})
+    assert [Snapshot(f"{shared}/one{name}").read_object("0/state/step") for name in ("", "/one")] == [1, 2]
+    with Repository.open(shared / "one" / ".cas_ckpt") as repo:
+        assert len(repo.tags()) == 2
 
 
 def test_the_repository_can_be_named(tmp_path: Path) -> None:
@@ -61,6 +65,25 @@ def test_a_folder_that_is_moved_with_its_repository_or_renamed_is_still_a_snapsh
     os.rename(tmp_path / "runs" / "one", tmp_path / "runs" / "best")
     os.rename(tmp_path / "runs", tmp_path / "moved")
     assert Snapshot(str(tmp_path / "moved" / "best")).read_object("0/state/step") == 1
+
+
+@pytest.mark.parametrize("keep", [os.rename, shutil.copytree])
+def test_a_folder_that_is_renamed_or_copied_stays_what_it_is_when_another_snapshot_is_taken_to_its_path(
+    tmp_path: Path, keep: Callable[[Path, Path], object]
+) -> None:
+    newest, best = tmp_path / "runs" / "newest", tmp_path / "runs" / "best"
+
+    def steps() -> list[int]:
+        return [Snapshot(str(path)).read_object("0/state/step") for path in (best, newest)]
+
+    Snapshot.take(str(newest), {"state": StateDict(step=1)})
+    keep(newest, best)
+    Snapshot.take(str(newest), {"state": StateDict(step=2)})
+    assert steps() == [1, 2]
+    Snapshot.take(str(best), {"state": StateDict(step=3)})
+    assert steps() == [3, 2]
+    with Repository.open(tmp_path / "runs" / ".cas_ckpt") as repo:
+        assert sorted(repo.tags()) == ["best", "newest"]
 
 
 def test_a_repository_that_was_deleted_meanwhile_is_made_anew(tmp_path: Path) -> None:

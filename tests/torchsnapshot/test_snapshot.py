@@ -156,6 +156,10 @@ def test_an_object_is_read_into_a_tensor_that_fits(tmp_path: Path, caplog: pytes
         out = torch.zeros(100, 50)
         assert snapshot.read_object("0/state/table", out, memory_budget_bytes=budget) is out
         assert torch.equal(out, table)
+    for budget in (None, 1000, 1 << 30):
+        parameter = torch.nn.Parameter(torch.zeros(100, 50))
+        assert snapshot.read_object("0/state/table", parameter, memory_budget_bytes=budget) is parameter
+        assert torch.equal(parameter, table)
     inner = torch.full((2,), 7.0)
     assert snapshot.read_object("0/state/nested/0/t/1", inner) is inner and not inner.any()
     caplog.set_level(logging.WARNING, "cas_ckpt")
@@ -165,7 +169,17 @@ def test_an_object_is_read_into_a_tensor_that_fits(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(
-    "path", ["0/state/nothing", "state/foo", "0", "", "0/state/foo/deeper", "0/nothing", "0/state/empty/deeper"]
+    "path",
+    [
+        "0/state/nothing",
+        "state/foo",
+        "0",
+        "",
+        "0/state/foo/deeper",
+        "0/nothing",
+        "0/state/empty/deeper",
+        "0/" + "1" * 5000,
+    ],
 )
 def test_a_path_that_is_not_there_is_an_error_of_both_worlds(tmp_path: Path, path: str) -> None:
     snapshot = Snapshot.take(str(tmp_path / "one"), {"state": StateDict(foo=42, empty={})})
