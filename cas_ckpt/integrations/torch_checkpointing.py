@@ -34,12 +34,14 @@ from cas_ckpt import (
     CommitOptions,
     InvalidInputError,
     Lineage,
+    MismatchError,
     NotFoundError,
     PendingCommit,
     PerRank,
     Repository,
 )
 from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.integrations.ranks import Ranks
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -137,7 +139,8 @@ class CasCheckpointManager:
             strict: The entries of each item must agree; else what only one side has is left, and the log says so.
         Raises:
             NotFoundError: nothing was saved as this, or an item was not.
-            MismatchError: shapes or dtypes do not agree, or entries if `strict`; `into` is untouched.
+            MismatchError: shapes or dtypes do not agree, or entries if `strict`; `into` is untouched. Or a new object
+                of an item that fewer ranks had for themselves.
             CkptError: it cannot be loaded; see `Repository.checkout`.
         """
         self._check_open()
@@ -239,8 +242,14 @@ class CasCheckpointManager:
 
     def _new_objects(self, commit: CommitInfo, names: list[str], map_location: Any) -> dict[str, Any]:
         loaded = self.repository.load(commit, keys=names or None, map_location=map_location)
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
-        return {name: value[rank] if name in commit.meta[PER_RANK] else value for name, value in loaded.items()}
+        ranks, own = Ranks(), [name for name in loaded if name in commit.meta[PER_RANK]]
+        for name in own:
+            if ranks.size > len(loaded[name]):
+                raise MismatchError(
+                    f"{name}: each rank's own, of {len(loaded[name])} ranks, so that there is nothing for "
+                    f"{ranks.size - len(loaded[name])} of {ranks.size}: give live values for it, which stay as they are"
+                )
+        return {name: value[ranks.rank] if name in own else value for name, value in loaded.items()}
 
 
 def _is_saved(commit: CommitInfo) -> bool:

@@ -82,6 +82,12 @@ def test_items_with_a_resharder_go_on_with_another_number_of_ranks_and_others_do
     manager.close()
 
 
+def test_of_what_fewer_ranks_had_for_themselves_no_rank_makes_a_new_object(tmp_path: Path) -> None:
+    train(tmp_path, size=2)
+    errors = results(run_processes(3, f"{cases.__name__}:load_anew", str(tmp_path)))
+    assert all(each.startswith("MismatchError: place: each rank's own, of 2 ranks") for each in errors)
+
+
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
     whole = roots_of("torch_checkpointing", tmp_path / "whole")
     assert len(whole) == 4 and roots_of("torch_checkpointing", tmp_path / "killed", kill_at=3) == whole
