@@ -240,6 +240,8 @@ class CasCheckpointManager(BaseCheckpointManager):
             if step in (-1, commit.step):
                 return commit.id, commit.step, commit is commits[0]
         if step == -1:
+            if commits:
+                _LOGGER.warning("no commit on %s has more than a model: training begins anew", self._branch)
             return None
         steps = [each.step for each in found]
         raise NotFoundError(f"load_step is {step}: {self._branch} of {self.repository.url} has the steps {steps}")
@@ -259,12 +261,17 @@ class CasCheckpointManager(BaseCheckpointManager):
         }
 
     def _forget(self, newest: CommitInfo) -> None:
-        """Forget the commits of this training on the branch but for the `keep_latest_k` youngest; by one rank."""
+        """Forget the commits of this training on the branch but for the `keep_latest_k` youngest; by one rank.
+
+        Of models alone there may be as many: the youngest that training resumes from stays in any case.
+        """
         own = [
             each for each in self.repository.log(newest, first_parent=True)
             if isinstance(each.meta, dict) and MARK in each.meta and not each.forgotten
         ]  # fmt: skip
-        forget_own(self.repository, self._branch, own[self._config.keep_latest_k :])
+        whole = next((each for each in own if not _is_only_model(each)), None)
+        old = [each for each in own[self._config.keep_latest_k :] if each is not whole]
+        forget_own(self.repository, self._branch, old)
 
     def _keep_generator(self) -> None:
         """Let the loader draw its seed elsewhere, when it begins, than from the random state that is restored now."""

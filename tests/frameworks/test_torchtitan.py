@@ -186,6 +186,15 @@ def test_the_last_save_of_the_model_alone_is_not_what_training_resumes_from(
     assert [edge.kind for edge in again[0].lineage] == ["continued-from"]
 
 
+def test_of_a_finished_training_that_is_started_again_the_last_whole_commit_stays(tmp_path: Path) -> None:
+    given = {"last_save_model_only": True, "keep_latest_k": 2}
+    for _ in range(2):
+        train(tmp_path, **given)
+    commits = train(tmp_path, **given)
+    assert [each.step for each in commits if not each.forgotten] == [8, 8, 6]
+    assert call("load_and_look", str(tmp_path), {})[:2] == (True, 6)
+
+
 def test_a_seed_is_loaded_as_a_model_by_any_number_of_ranks(tmp_path: Path) -> None:
     assert call("save_once", str(tmp_path), 0, True, {"last_save_model_only": True}) is True
     found, step, *_, weights = call("load_and_look", str(tmp_path), {})
