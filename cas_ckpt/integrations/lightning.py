@@ -158,6 +158,11 @@ class CasModelCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, None, None, trainer.fit_loop.batch_idx)
         super().on_train_epoch_end(trainer, pl_module)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was given, and save, if that is wanted."""
+        self._restore_max_steps(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was given."""
         self._restore_max_steps(trainer)

@@ -164,6 +164,15 @@ def test_a_trainer_is_left_with_its_limit_of_steps(tmp_path: Path) -> None:
     trainer.fit(Net(), batches("plain"), ckpt_path="last")
     assert seen == [10] and trainer.max_steps == 20
 
+    class NoData:
+        def __iter__(self) -> Iterator[Any]:
+            raise KeyError("x")
+
+    trainer = trainer_of(tmp_path, cb, max_steps=20)
+    with pytest.raises(KeyError):
+        trainer.fit(Net(), NoData(), ckpt_path="last")
+    assert trainer.max_steps == 20
+
 
 def test_a_search_for_a_learning_rate_and_a_validation_leave_a_training_as_it_was(
     tmp_path: Path, uninterrupted: list[CommitInfo]
