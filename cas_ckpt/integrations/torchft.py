@@ -106,9 +106,10 @@ class CasTransport(CheckpointTransport[T]):
         Raises:
             CkptError: it cannot be committed, or the send before could not, and `on_save_error` is "raise".
         """
-        for before in (lambda: self._settle(timeout), self._tidy):
+        before: list[Callable[[], None]] = [lambda: self._settle(timeout), self._tidy]
+        for each in before:
             try:
-                before()
+                each()
             except CkptError as error:
                 self._failed(error)
                 if self._pending is not None:  # it goes on, and another one would wait for it
