@@ -175,7 +175,7 @@ def _folder_metadata(top: Mapping[str, Any]) -> FolderMetadata:
 
 def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[Any, Place]) -> SavedTensor:
     spec = Spec(_dtype(key, fields.get("properties")), _size(fields.get("size")))
-    if spec.num_bytes > _MAX_NUMBER:
+    if not spec.fits_array:
         raise InvalidInputError(f"{key}: a shape {list(spec.shape)} that no memory holds")
     chunks: dict[Box, SavedChunk] = {}
     for made in _sequence(fields.get("chunks")):

@@ -120,6 +120,10 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "a long chunk": (lambda m: [set_size((10**6, 40))(m), set_chunk(1, (30, 0), (10**6 - 30, 40))(m)], "w: .* only"),
     "a negative size": (lambda m: setattr(m.state_dict_metadata["w"], "size", (-60, 40)), "wanted a size"),
     "a huge number": (set_size((1 << 62, 1 << 62)), "w: .* no memory"),
+    "huge numbers without elements": (
+        lambda m: [set_size((0, 1 << 62))(m), set_chunk(0, (0, 0), (0, 1 << 62))(m), chunks_of(m).pop()],
+        "w: .* no memory",
+    ),
     "many dimensions": (set_size((1,) * 100), "100 dimensions"),
     "no dtype": (lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", None), "w: a tensor without dtype"),
     "sparse": (lambda m: setattr(m.state_dict_metadata["w"].properties, "layout", torch.sparse_coo), "w: a sparse"),
