@@ -101,7 +101,8 @@ class CasModelCheckpoint(ModelCheckpoint):
                 "place of AsyncCheckpointIO say CasCheckpointIO(..., asynchronous=True)"
             )
         trainer.strategy.checkpoint_io = self.io
-        self.io.last_file = self.last_model_path or None
+        if self.last_model_path and self.last_model_path not in self.io.last_files:
+            self.io.last_files.append(self.last_model_path)
 
     def state_dict(self) -> dict[str, Any]:
         """As ModelCheckpoint's, with paths inside of `dirpath`: equal trainings in two folders have equal states."""

@@ -73,7 +73,7 @@ class CasCheckpointIO(TorchCheckpointIO):
         last_commit: The commit of the last save that succeeded, or None.
         last_error: What the last save failed of; None if it did not.
         loaded: The commit that was loaded last, or None.
-        last_file: A path at which a file shall name the branch, or None.
+        last_files: Paths at which a file shall name the branch.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CasCheckpointIO(TorchCheckpointIO):
             InvalidInputError: another word for `on_save_error`.
         """
         check_choice("on_save_error", on_save_error, OnSaveError)
-        self.branch, self.last_file = branch, None  # type: tuple[str | None, str | None]
+        self.branch, self.last_files = branch, list[str]()
         self.last_commit: CommitInfo | None = None
         self.loaded: CommitInfo | None = None
         self._unnamed: CommitInfo | None = None
@@ -195,7 +195,8 @@ class CasCheckpointIO(TorchCheckpointIO):
             commit, map_location=None if callable(map_location) else map_location,
             allow_pickle=self._options.allow_pickle and weights_only is not True,
         )  # fmt: skip
-        is_newest = "branch" in named and os.path.dirname(file) == os.path.dirname(_absolute(path))
+        folders = {os.path.dirname(_absolute(each)) for each in (path, *self.last_files)}
+        is_newest = "branch" in named and os.path.dirname(file) in folders
         if "branch" in named and not is_newest:
             _LOGGER.warning("%s is the newest commit of %s, which was saved as %s", path, named["branch"], file)
         self.loaded, self._unnamed = commit, commit if is_newest else None
@@ -298,8 +299,8 @@ class CasCheckpointIO(TorchCheckpointIO):
         stem = re.sub("[^A-Za-z0-9._-]+|[.]{2,}", "-", stem).lstrip(".-_")
         repository.tag(f"{branch}/{stem}-{commit.short_id}", commit, force=True)
         _write(file, {"cas_ckpt": 1, "repository": repository.url, "commit": commit.id})
-        if self.last_file:  # each time: of several files Lightning takes the one that was written last
-            _write(self.last_file, {"cas_ckpt": 1, "repository": repository.url, "branch": branch})
+        for last in self.last_files:  # each time: of several files Lightning takes the one that was written last
+            _write(last, {"cas_ckpt": 1, "repository": repository.url, "branch": branch})
 
     def _remove_waiting(self) -> None:
         """Remove the files that Lightning wants removed, and give up what they and older ones named."""

@@ -259,6 +259,25 @@ def test_two_callbacks_keep_the_limit_of_steps(tmp_path: Path) -> None:
     assert limits == [10] * 5
 
 
+def test_of_two_callbacks_with_folders_of_their_own_each_goes_on_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(steps: int, *names: str) -> CommitInfo | None:
+        given: dict[str, Any] = {"save_top_k": -1}
+        every = {"a": 1, "b": 2}
+        cbs = [
+            CasModelCheckpoint(tmp_path / "ckpts", dirpath=tmp_path / name, every_n_train_steps=every[name], **given)
+            for name in names
+        ]
+        trainer_of(tmp_path, *cbs, max_steps=steps).fit(Net(), batches("stateful"), ckpt_path="last")
+        return cbs[0].io.loaded
+
+    fit(2, "a", "b")
+    assert fit(4, "a", "b") is not None
+    assert not caplog.records
+    assert fit(4, "a") is not None and fit(4, "b") is not None
+
+
 def test_a_folder_of_files_that_goes_on_with_another_branch_names_that_one(tmp_path: Path) -> None:
     def fit(branch: str | None, steps: int, path: str) -> CommitInfo | None:
         io = CasCheckpointIO(tmp_path / "ckpts", branch=branch)
