@@ -11,11 +11,12 @@ Every snapshot is a commit with a tag, in one repository for all snapshots of a 
     1. places.py: from the path of a snapshot to its repository and its tag; the file in the snapshot's folder
     2. sharing.py: what of a state is one for all ranks, and what each rank has for itself
     3. opened.py: repositories that stay open, and the branches that snapshots go to
-    4. snapshot.py: `Snapshot` and `PendingSnapshot`: the verbs; `import_snapshot` for folders of torchsnapshot
-    5. contents.py: what a snapshot holds, by rank and path, in the words of torchsnapshot; manifest.py: its entries
-    6. targets.py: objects to be restored, as a checkout takes them
-    7. removal.py: snapshots that were replaced or deleted give their space back
-    8. stateful.py: `StateDict`, `Stateful`; failures.py: errors that handlers for torchsnapshot's catch, too
+    4. taking.py: what the ranks do together to take one
+    5. snapshot.py: `Snapshot` and `PendingSnapshot`: the verbs; `import_snapshot` for folders of torchsnapshot
+    6. contents.py: what a snapshot holds, by rank and path, in the words of torchsnapshot; manifest.py: its entries
+    7. targets.py: objects to be restored, as a checkout takes them
+    8. removal.py: snapshots that were replaced or deleted give their space back
+    9. stateful.py: `StateDict`, `Stateful`; failures.py: errors that handlers for torchsnapshot's catch, too
 
 Invariant: commits hold the state dicts of the objects, names and all, as torchsnapshot would have saved them; nothing
 is pickled unless asked for. torchsnapshot itself is not imported.

@@ -105,6 +105,15 @@ def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     return Place(text, repository, tag, own, commit=commit, **how)
 
 
+def named_by_file(place: Place) -> str | None:
+    """The commit that the file in the snapshot's folder names now."""
+    try:
+        found = None if place.file is None else _noted(Path(os.path.abspath(place.path)))
+    except NotInSnapshotError:
+        found = None
+    return found and found[1]
+
+
 def write_file(place: Place, commit: str) -> None:
     """Let the snapshot's folder say where its content is, a commit; durable when this returns.
 
@@ -151,10 +160,10 @@ def _in_url(url: str, repository: Any, settings: Mapping[str, Any]) -> tuple[str
 
 def _in_folder(path: Path, repository: Any) -> tuple[str, str, str | None]:
     """The repository, the tag and the commit of a snapshot in a folder."""
+    found = _noted(path)
     if repository is not None:
         named = _repository(repository)
-        return named, _tag_in(named, path), None
-    found = _noted(path)
+        return named, _tag_in(named, path), found[1] if found and found[0] == named else None
     if found is not None:
         return found[0], _tag_in(found[0], path), found[1]
     for above in (path, *path.parents):
@@ -221,6 +230,11 @@ def _may_write(folder: Path) -> bool:
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     return os.access(folder, os.W_OK | os.X_OK)
+
+
+def moved_tag(commit: str) -> str:
+    """The tag of a snapshot whose folder was renamed; no path has it."""
+    return f"odd/moved/{commit[:16]}"
 
 
 def tag_of(name: str) -> str:

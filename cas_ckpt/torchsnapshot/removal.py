@@ -20,7 +20,7 @@ from typing import Any
 
 from cas_ckpt import CkptError, NoRepositoryError, NotFoundError, Repository
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
-from cas_ckpt.torchsnapshot.places import place_of
+from cas_ckpt.torchsnapshot.places import moved_tag, place_of
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -34,13 +34,18 @@ _MOST = 1000
 def delete_snapshot(path: str, storage_options: dict[str, Any] | None = None) -> None:
     """Delete the snapshot at `path`, and its folder if nothing else is in it; its space is given back. On one rank.
 
+    Of a copy of a snapshot's folder the folder alone goes.
+
     Raises:
         NotInSnapshotError: there is none.
     """
     place = place_of(path, storage_options)
     try:
         with Repository.open(place.repository, group=None, **place.options) as repo:
-            repo.delete_tag(place.tag)
+            commit = repo.resolve(place.commit or f"refs/tags/{place.tag}")
+            for tag in (place.tag, moved_tag(commit)):
+                if repo.tags().get(tag) == commit:
+                    repo.delete_tag(tag)
             if place.file is not None:
                 with suppress(OSError):  # something else is in the folder, or it is gone
                     Path(place.file).unlink(missing_ok=True)

@@ -1,14 +1,7 @@
 """`Snapshot` and `PendingSnapshot`: how snapshots are taken, restored and looked into.
 
-A snapshot is taken in these steps, by all ranks of a process group together:
-
-    1. the ranks agree where it goes (rank 0 says) and what is replicated
-    2. each asks its objects for their state dicts, in the order of their keys; the random state is put back then
-    3. the ranks agree which values are one for all
-    4. one commit of all ranks; nothing is named if it fails anywhere
-    5. rank 0 moves the tag of the path to it, in one swap: that replaces the snapshot that was there, if one was
-    6. rank 0 writes the file in the snapshot's folder
-    7. of what was replaced, all but the last one is forgotten    (removal.py)
+A snapshot is taken by all ranks of a process group together (taking.py): one commit of all ranks, which the path names
+then; nothing is named if it fails anywhere.
 
 Invariant: a `Snapshot` that was taken, or has been looked into, stays the one of that moment, whatever is taken to its
 path afterwards; it can be read until its path was taken to twice more. A path never names half a snapshot.
@@ -17,7 +10,6 @@ path afterwards; it can be read until its path was taken to twice more. A path n
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import os
 import threading
@@ -27,35 +19,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from cas_ckpt import (
-    CommitInfo,
-    CommitOptions,
-    ImportOptions,
-    NoRepositoryError,
-    NotFoundError,
-    PendingCommit,
-    Repository,
-    RNGState,
-)
+from cas_ckpt import CommitInfo, ImportOptions, NoRepositoryError, NotFoundError, PendingCommit, Repository, RNGState
 from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.torchsnapshot.contents import Contents, Found
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError, PendingSnapshotError
 from cas_ckpt.torchsnapshot.manifest import Entry, SnapshotMetadata
-from cas_ckpt.torchsnapshot.opened import Opened, branch_for, forget, is_kept, new_branch, reader, together
+from cas_ckpt.torchsnapshot.opened import forget, is_kept, new_branch, reader, together
 from cas_ckpt.torchsnapshot.places import Place, place_of, write_file
-from cas_ckpt.torchsnapshot.removal import TAG, collect
-from cas_ckpt.torchsnapshot.sharing import (
-    Prepare,
-    agreed_globs,
-    containers_of,
-    divided,
-    is_sharded,
-    prepared,
-    replicated_globs,
-    replicated_paths,
-    sharded_paths,
-)
+from cas_ckpt.torchsnapshot.sharing import Prepare, is_sharded
 from cas_ckpt.torchsnapshot.stateful import Stateful, check_app_state
+from cas_ckpt.torchsnapshot.taking import Taking
 from cas_ckpt.torchsnapshot.targets import Planned, plan_object
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -117,7 +90,7 @@ class Snapshot:
             NotStatefulError: an object is none. PeerError: another rank failed, or holds something else under a path
             that is replicated. UnsupportedValueError: a value that only pickle could store.
         """
-        taking = _Taking(path, app_state, pg, replicated or (), storage_options, _custom_tensor_prepare_func)
+        taking = Taking(path, app_state, pg, replicated or (), storage_options, _custom_tensor_prepare_func)
         made = taking.opened.repo.commit(taking.state, **taking.how)
         taking.ranks.gather(lambda: taking.name(made))
         return cls._taken(taking, made)
@@ -137,7 +110,7 @@ class Snapshot:
         Arguments as for `take`. What making it fails of is logged, and raised by `PendingSnapshot.wait`; what was at
         `path` stays then.
         """
-        taking = _Taking(path, app_state, pg, replicated or (), storage_options, _custom_tensor_prepare_func)
+        taking = Taking(path, app_state, pg, replicated or (), storage_options, _custom_tensor_prepare_func)
         pending = taking.opened.repo.commit_async(taking.state, **taking.how)
         return PendingSnapshot(pending, taking, cls)
 
@@ -245,7 +218,7 @@ class Snapshot:
         return state
 
     @classmethod
-    def _taken(cls, taking: _Taking, made: CommitInfo) -> Self:
+    def _taken(cls, taking: Taking, made: CommitInfo) -> Self:
         """The snapshot that a commit is."""
         snapshot = cls(taking.place.path, taking.pg, taking.storage_options)
         snapshot._place, snapshot._commit = taking.place, made.id
@@ -300,7 +273,7 @@ class PendingSnapshot:
         pg: The process group whose ranks take it.
     """
 
-    def __init__(self, pending: PendingCommit, taking: _Taking, kind: type[Snapshot]) -> None:
+    def __init__(self, pending: PendingCommit, taking: Taking, kind: type[Snapshot]) -> None:
         """`Snapshot.async_take` makes it."""
         self.path = taking.place.path
         self.pg = taking.pg
@@ -330,86 +303,13 @@ class PendingSnapshot:
         try:
             self._error = pending.exception()
             if self._error is None:
-                self._taking.name(pending.result())
+                name = self._taking.await_name if self._taking.ranks.rank else self._taking.name
+                name(pending.result())
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
             _LOGGER.error("%s: the snapshot was not taken: %s", self.path, error)  # noqa: TRY400
         finally:
             self._ended.set()
-
-
-class _Taking:
-    """What the ranks agreed on before one snapshot is committed.
-
-    Attributes:
-        state: What is committed, and `how`: further arguments of the commit.
-    """
-
-    def __init__(
-        self, path: str, app_state: Mapping[str, Stateful], pg: dist.ProcessGroup | None, replicated: Sequence[str],
-        storage_options: dict[str, Any] | None, prepare: Prepare | None,
-    ) -> None:  # fmt: skip
-        self.pg, self.storage_options = pg, storage_options
-        self.ranks = ranks = Ranks(pg)
-
-        def beginning() -> tuple[Place | None, str, list[str]]:
-            check_app_state(app_state)
-            place = place_of(path, storage_options) if ranks.rank == 0 else None
-            return place, os.fspath(path), replicated_globs(replicated, app_state)
-
-        heard = ranks.gather(beginning)
-        place = heard[0][0]
-        assert place is not None  # noqa: S101
-        self.place: Place = place
-        if heard[ranks.rank][1] != heard[0][1]:
-            _LOGGER.warning("rank %d gave the path %s; that of rank 0 counts: %s", ranks.rank, path, heard[0][1])
-        state = self._agreed(app_state, agreed_globs([globs for _, _, globs in heard]), prepare)
-        self.opened: Opened = together(place, ranks, create=True)
-        branch = ranks.from_first(lambda: branch_for(self.opened))
-        self.opened.branch = branch
-        self.state = state
-        begins = self.opened.repo.head.commit is None  # then nothing is known that it could follow
-        self.how: dict[str, Any] = {
-            "branch": branch,
-            "message": f"snapshot {place.tag}",
-            "meta": {TAG: place.tag},
-            "options": CommitOptions(
-                orphan=begins, create=True, allow_pickle=place.allow_pickle, on_divergence=place.on_divergence
-            ),
-        }
-
-    def _agreed(self, app_state: Mapping[str, Stateful], globs: set[str], prepare: Prepare | None) -> dict[str, Any]:
-        """The state of this rank, with what is its own marked."""
-        ranks, state = self.ranks, dict[str, Any]()
-
-        def captured() -> tuple[bool, bytes, set[str]]:
-            state.update(_captured(app_state) if prepare is None else prepared(_captured(app_state), prepare))
-            paths = "\0".join(replicated_paths(state, globs)) if ranks.size > 1 else ""
-            digest = hashlib.sha256(paths.encode("utf-8", "surrogatepass")).digest()
-            return is_kept(self.place, ranks), digest, containers_of(sharded_paths(state)) if ranks.size > 1 else set()
-
-        heard = ranks.gather(captured)
-        if not all(kept for kept, _, _ in heard):
-            forget(self.place)
-        if ranks.size == 1:
-            return state
-        replicated = set(replicated_paths(state, globs))
-        if len({digest for _, digest, _ in heard}) > 1:
-            replicated = set.intersection(*ranks.gather(lambda: replicated))
-        shared = replicated.union(sharded_paths(state))
-        opened = containers_of(replicated).union(*(containers for _, _, containers in heard))
-        return divided(state, shared, opened)
-
-    def name(self, made: CommitInfo) -> None:
-        """Let the path name the commit; on rank 0."""
-        if self.ranks.rank != 0:
-            return
-        repo = self.opened.repo
-        replaces = self.place.tag in repo.tags()
-        repo.tag(self.place.tag, made, force=True)
-        write_file(self.place, made.id)
-        if replaces:
-            collect(repo)
 
 
 def import_snapshot(
@@ -433,15 +333,6 @@ def import_snapshot(
         repo.tag(place.tag, made, force=True)
     write_file(place, made.id)
     return Snapshot(path, storage_options=storage_options)
-
-
-def _captured(app_state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The state dicts by key, in its order, which is the same on all ranks; random states stay what they were."""
-    random = {key: (each, each.state_dict()) for key, each in app_state.items() if isinstance(each, RNGState)}
-    state = {key: each if key in random else each.state_dict() for key, each in sorted(app_state.items())}
-    for each, before in random.values():  # another object's `state_dict` may have drawn numbers
-        each.load_state_dict(before)
-    return state
 
 
 def _absent(place: Place) -> NotInSnapshotError:

@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cas_ckpt import MismatchError, PeerError
 from cas_ckpt.clock import monotonic_s
-from cas_ckpt.torchsnapshot import RNGState, Snapshot, StateDict, close_repositories
+from cas_ckpt.torchsnapshot import RNGState, Snapshot, StateDict, close_repositories, taking
+from cas_ckpt.torchsnapshot.failures import PendingSnapshotError
 from cas_ckpt.torchsnapshot.manifest import PrimitiveEntry, ShardedTensorEntry, is_fully_replicated_entry
+from cas_ckpt.torchsnapshot.taking import Taking
 from tests.torchsnapshot.states import same, trained
 
 WHOLE = torch.arange(5 * 6, dtype=torch.float32).reshape(5, 6)
@@ -194,12 +196,21 @@ def _fail(folder: str, rank: int) -> None:
     Snapshot.take(path, good, replicated=["**"])
     with pytest.raises(Exception, match="state/1/f"):
         Snapshot.async_take(path, {"state": StateDict(t=torch.ones(1), f=(lambda: "sorry") if rank else 1)}).wait()
+    before = (Taking.name, taking.NAMED_WITHIN_S)
+    Taking.name, taking.NAMED_WITHIN_S = _unnamed, 0.5  # type: ignore[method-assign]
+    with pytest.raises(PendingSnapshotError, match="rank 0 has not named" if rank else "sorry"):
+        Snapshot.async_take(path, good, replicated=["**"]).wait()
+    Taking.name, taking.NAMED_WITHIN_S = before  # type: ignore[method-assign]
     assert monotonic_s() - start_s < 30
     assert Snapshot(path).read_object("0/state/t").all()
     Snapshot.take(path, apart)
     assert Snapshot(path).read_object(f"{rank}/state/t").eq(rank).all()
     models = {"model": torch.nn.Linear(2, 2)}
     Snapshot.take(os.path.join(folder, "one-model-each"), models)
+
+
+def _unnamed(*_: Any) -> None:
+    raise OSError("sorry")
 
 
 def _overlap(folder: str, rank: int) -> None:

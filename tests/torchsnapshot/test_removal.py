@@ -21,9 +21,9 @@ def state(number: int) -> dict[str, StateDict]:
     return {"state": StateDict(t=torch.randn(SIZE), number=number)}
 
 
-def stored(folder: Path) -> int:
+def stored(folder: Path, repository: str = ".cas_ckpt") -> int:
     """Snapshots that the repository has bytes for."""
-    files = [path for path in (folder / ".cas_ckpt" / "packs").rglob("*") if path.is_file()]
+    files = [path for path in (folder / repository / "packs").rglob("*") if path.is_file()]
     return round(sum(path.stat().st_size for path in files) / (4 * SIZE))
 
 
@@ -59,6 +59,23 @@ def test_snapshots_at_other_paths_and_what_people_name_stays(tmp_path: Path) -> 
     with Repository.open(tmp_path / ".cas_ckpt") as repo:
         assert not repo.log(mine)[0].forgotten
         assert repo.load("refs/pins/kept")["state"]["number"] == 0 and repo.fsck(read_data=True).ok
+
+
+@pytest.mark.parametrize("repository", [None, "beside"])
+def test_a_folder_that_was_renamed_keeps_its_snapshot(tmp_path: Path, repository: str | None) -> None:
+    options = None if repository is None else {"repository": str(tmp_path / repository)}
+    Snapshot.take(str(tmp_path / "latest"), state(0), storage_options=options)
+    Snapshot.take(str(tmp_path / "latest"), state(1), storage_options=options)
+    (tmp_path / "latest").rename(tmp_path / "kept")
+    for number in range(2, 6):
+        Snapshot.take(str(tmp_path / "latest"), state(number), storage_options=options)
+    assert stored(tmp_path, repository or ".cas_ckpt") == 3
+    kept = Snapshot(str(tmp_path / "kept"), storage_options=options).read_object("0/state/t")
+    assert torch.equal(kept, state(1)["state"]["t"])
+    close_repositories()
+    delete_snapshot(str(tmp_path / "kept"), options)
+    assert stored(tmp_path, repository or ".cas_ckpt") == 2 and not (tmp_path / "kept").exists()
+    assert Snapshot(str(tmp_path / "latest"), storage_options=options).read_object("0/state/number") == 5
 
 
 def test_a_deleted_snapshot_gives_its_space_back(tmp_path: Path) -> None:
