@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from cas_ckpt.events import Event, on_event
+    from cas_ckpt.layout.key_map import KeyMap
     from cas_ckpt.memory import limits
     from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.commit.options import CommitOptions, ImportOptions
@@ -76,6 +77,7 @@ __all__ = [
     "ImportOptions",
     "InternalError",
     "InvalidInputError",
+    "KeyMap",
     "LeftOut",
     "Lineage",
     "MemoryBudgetError",
@@ -116,6 +118,7 @@ _MODULES = {
     "cas_ckpt.core.refs": ("Head",),
     "cas_ckpt.core.settings": ("trusted_hosts",),
     "cas_ckpt.events": ("Event", "on_event"),
+    "cas_ckpt.layout.key_map": ("KeyMap",),
     "cas_ckpt.memory": ("limits",),
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.commit.options": ("CommitOptions", "ImportOptions"),

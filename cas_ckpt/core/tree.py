@@ -245,7 +245,7 @@ def decode_values(
         elif isinstance(child, EncodedValue):
             key = prefix + render_name(name)
             children[name] = ValueItem(decode_value(child.data, key=key, allow_pickle=allow_pickle))
-        elif isinstance(child, StoredTensor):
+        elif isinstance(child, StoredTensor) and child.flavor == Flavor.VALUE:
             key = prefix + render_name(name)
             data = child.inline if child.inline is not None else read_value(key, child)
             children[name] = ValueItem(decode_value(data, key=key, allow_pickle=allow_pickle))

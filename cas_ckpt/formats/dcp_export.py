@@ -98,7 +98,7 @@ class _Content:
 
 def export_dcp(
     handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, max_shard_bytes: int | None,
-    keys: str | Sequence[str] | None, force: bool, progress: Progress,
+    keys: str | Sequence[str] | None, force: bool, progress: Progress, tree: Container | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
 
@@ -108,6 +108,7 @@ def export_dcp(
     Args:
         max_shard_bytes: Tensor bytes of a file, about and at most; 5 GB by default.
         force: Take the place of a checkpoint that is there.
+        tree: The state under other names; as it is stored if None.
     Raises:
         UnsupportedValueError: an entry that DCP cannot hold, or two of one flat key; by its key.
         InvalidInputError: a bad limit. NotFoundError: a pattern matches nothing.
@@ -116,7 +117,8 @@ def export_dcp(
     """
     check_memory(least_export_bytes(2 * CHUNK_BYTES), "an export as a DCP folder")
     place = FilePath(path)
-    content = _collect(handle, select(load_tree(handle, Digest(row.root)), KeyPatterns(keys)))
+    state = load_tree(handle, Digest(row.root)) if tree is None else tree
+    content = _collect(handle, select(state, KeyPatterns(keys)))
     files = _plan(content.tensors, DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
     old, names = _names(place, len(files), force=force)
     metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=row.digest.hex()), private(DCP_VERSION))

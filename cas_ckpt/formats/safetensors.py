@@ -358,6 +358,7 @@ def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, adapter: str | None = None,
     force: bool = False, progress: Progress = SILENT, beside: Beside = NOTHING_BESIDE,
+    tree: Container | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write the tensors of the state `root` to `path`, in bounded memory.
 
@@ -375,6 +376,7 @@ def export_safetensors(
             Its adapter_config.json is that of the commit under "files", or is in the folder already.
         force: Replace files that exist.
         beside: Entries that go into further files of the folder.
+        tree: The state under other names; as it is stored if None.
     Raises:
         UnsupportedValueError: an entry that safetensors cannot hold, by its key.
         InvalidInputError: two tensors of one name, a bad limit. NotFoundError: a pattern matches nothing.
@@ -386,7 +388,7 @@ def export_safetensors(
     place = FilePath(path)
     is_file = place.suffix == SUFFIX
     folder, stem = (place.parent, place.stem) if is_file else (place, "model" if adapter is None else ADAPTER_WEIGHTS)
-    tree = load_tree(handle, root)
+    tree = load_tree(handle, root) if tree is None else tree
     children = select(tree, KeyPatterns(keys)).children
     metadata = _plain_leaves(handle, children.get(METADATA), str)
     side_files = None if is_file else _plain_leaves(handle, children.get(FILES), bytes)

@@ -95,7 +95,7 @@ def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
 
 def export_torch(
     handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, keys: str | Sequence[str] | None,
-    force: bool, progress: Progress,
+    force: bool, progress: Progress, key_map: KeyMap | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the file `path` with torch.save.
 
@@ -109,7 +109,7 @@ def export_torch(
     entries = list_entries(handle, Digest(row.root), keys=keys)
     tensors = [entry.num_bytes for entry in entries if entry.shape is not None]
     with OutputFiles(place.parent, [place.name], force=force) as output:
-        state = load_state(handle, row.digest.hex(), keys=keys, progress=progress)
+        state = load_state(handle, row.digest.hex(), keys=keys, progress=progress, key_map=key_map)
         with output.open(place.name) as file:
             save_torch(state, file, str(place))
     return ExportInfo((str(place),), len(tensors), sum(tensors))

@@ -42,6 +42,7 @@ from cas_ckpt.formats.models import (
 )
 from cas_ckpt.formats.safetensors import ExportInfo, export_safetensors, model_tree
 from cas_ckpt.formats.torchsnapshot_metadata import is_snapshot_folder
+from cas_ckpt.layout.key_map import KeyMap
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, Name
 from cas_ckpt.ops.commit.commit import commit_tree
@@ -49,6 +50,7 @@ from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.stateful import WRAPPERS
+from cas_ckpt.training.verbs import mapped_tree
 
 DEFAULT_ADAPTER = "default"
 """PEFT's name for an adapter without a name."""
@@ -208,12 +210,13 @@ def export_any(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
     adapter: str | None = None, force: bool = False, progress: Progress = SILENT,
-    trust: Trust | None = None,
+    trust: Trust | None = None, key_map: KeyMap | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write a commit to `path`: see `export_safetensors`, `export_torch`, `export_dcp` and `export_trainer_folder`.
 
     Args:
         adapter: The adapter of a PeftModel that is to be written, as PEFT does; safetensors alone.
+        key_map: What entries are called in the files, and in which shape and dtype they are there.
         format: "safetensors", "torch", "dcp", "trainer" or "accelerate"; None goes by the end of the name (a folder,
             and any other name, is safetensors).
     Raises:
@@ -225,14 +228,17 @@ def export_any(
     if format is not None:
         chosen = check_choice("format", format, ExportFormat)
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
+    tree = None if key_map is None else mapped_tree(handle, Digest(row.root), key_map, keys).tree
     if chosen == "safetensors":
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter, force=force,
-            progress=progress,
+            progress=progress, tree=tree,
         )  # fmt: skip
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
     if chosen in ("trainer", "accelerate"):
+        if key_map is not None:
+            raise InvalidInputError(f"a folder of {chosen} has the names of its framework: leave key_map out")
         from cas_ckpt.formats.trainer_folders import export_trainer_folder
 
         return export_trainer_folder(
@@ -242,12 +248,14 @@ def export_any(
     if chosen == "dcp":
         from cas_ckpt.formats.dcp_export import export_dcp
 
-        return export_dcp(handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress)
+        return export_dcp(
+            handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress, tree=tree
+        )
     if max_shard_bytes is not None:
         raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
     from cas_ckpt.formats.torch_file import export_torch
 
-    return export_torch(handle, row, path, keys=keys, force=force, progress=progress)
+    return export_torch(handle, row, path, keys=keys, force=force, progress=progress, key_map=key_map)
 
 
 # --- one value: nested lists, .npy and .pt files --------------------------------------------

@@ -153,8 +153,15 @@ class LeafHasher(Protocol):
         ...
 
 
+Cast: TypeAlias = "Callable[[np.ndarray[Any, Any], str, str], np.ndarray[Any, Any]]"
+
+
 class ArrayTarget(Protocol):
-    """The destination of the elements of one tensor. May be called from several threads."""
+    """The destination of the elements of one tensor. May be called from several threads.
+
+    Those that derived tensors are brought into have `rearranged(index, order)` as well: a target for the elements at
+    `index`, a slice for each dimension, whose dimensions are those of this one in another order.
+    """
 
     def open(self, box: Box) -> np.ndarray[Any, Any]:
         """A writable array of shape `box.sizes` (raw bits, any strides) to be filled."""
@@ -202,6 +209,44 @@ class StoredTensor:
     node: Digest | None
     inline: bytes | None
     single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Where the elements along one dimension of a derived tensor are stored.
+
+    Element `at + i * stride` of it is element `start + i * step` along dimension `dim` of the stored tensor, i < size.
+    """
+
+    dim: int
+    start: int
+    step: int
+    at: int
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A part of a derived tensor: the stored tensor that has it, and a stretch for each dimension of the derived one."""
+
+    stored: StoredTensor
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(slots=True, unsafe_hash=True)  # as StoredTensor
+class DerivedTensor(StoredTensor):
+    """A tensor whose elements a commit stores in other tensors, or in another order, or as another dtype.
+
+    It has no node and no bytes of its own: what reads it reads its parts (ops/checkout/derived.py).
+
+    Attributes:
+        parts: Disjoint, each element in one of them.
+        cast: Raw items, their dtype and another one -> raw items of that one; for parts of another dtype than `spec`.
+    """
+
+    parts: tuple[TensorPart, ...] = ()
+    cast: Cast | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as TensorItem, but never changed

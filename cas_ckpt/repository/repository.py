@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.formats.safetensors import ExportInfo
+    from cas_ckpt.layout.key_map import KeyMap
     from cas_ckpt.ops.checkout.checkout import Region
     from cas_ckpt.ops.commit.request import CommitRequest
     from cas_ckpt.signing import Trusted
@@ -201,6 +202,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
         allow_pickle: bool = False,
         trust: Trusted | None = None,
         progress: Progress | bool = False,
+        key_map: KeyMap | None = None,
     ) -> CheckoutReport:
         """Make `into` what the commit holds, in place: the same objects, the same tensors.
 
@@ -218,6 +220,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
                 ranks everything is verified first all the same.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
+            key_map: By which names, shapes and dtypes `into` has what the commit holds. `keys` are names of `into`.
         Raises:
             SignatureError: nobody who is trusted signed it; `into` is untouched.
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
@@ -232,7 +235,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
             self._frozen = None  # what was frozen may hold other bytes now, rightly
             return checkout_state(
                 self._handle, ref, into=into, strict=strict, keys=keys, atomic=atomic, allow_pickle=allow_pickle,
-                peers=self._ranks.peers, progress=shown(progress), trust=given_trust(trust),
+                peers=self._ranks.peers, progress=shown(progress), trust=given_trust(trust), key_map=key_map,
             )  # fmt: skip
 
     @reported
@@ -247,6 +250,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
         allow_pickle: bool = False,
         trust: Trusted | None = None,
         progress: Progress | bool = False,
+        key_map: KeyMap | None = None,
     ) -> dict[str, Any]:
         """The state of the commit as new objects in nested dicts.
 
@@ -257,6 +261,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
             map_location: Another name of `device`, as in `torch.load`.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
             trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`.
+            key_map: By which names, shapes and dtypes the state has what the commit holds. `keys` are those names.
         Raises:
             SignatureError: nobody who is trusted signed it.
             TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
@@ -269,8 +274,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
             raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
         return load_state(
             self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
-            allow_pickle=allow_pickle, progress=shown(progress),
-            trust=given_trust(trust),
+            allow_pickle=allow_pickle, progress=shown(progress), trust=given_trust(trust), key_map=key_map,
         )  # fmt: skip
 
     @reported
@@ -366,7 +370,7 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
     def export(
         self, ref: Revision, path: str | PathLike[str], *, format: ExportFormat | None = None,  # noqa: A002
         max_shard_bytes: int | None = None, keys: Keys = None, adapter: str | None = None, force: bool = False,
-        trust: Trusted | None = None, progress: Progress | bool = False,
+        trust: Trusted | None = None, progress: Progress | bool = False, key_map: KeyMap | None = None,
     ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
@@ -386,6 +390,8 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
                 its adapter_config.json under "files", as an import puts it there, or `path` has it already.
             force: Replace files that are there already.
             trust: See `load`.
+            key_map: By which names, shapes and dtypes the files have what the commit holds. `keys` are those names.
+                For safetensors, torch and dcp.
         Raises:
             MemoryBudgetError: the limit of memory is too little.
             ConflictError: a file is there already. UnsupportedValueError: names the key that
@@ -396,5 +402,5 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
 
         return export_any(
             self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter,
-            force=force, progress=shown(progress), trust=given_trust(trust),
+            force=force, progress=shown(progress), trust=given_trust(trust), key_map=key_map,
         )  # fmt: skip

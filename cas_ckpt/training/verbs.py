@@ -29,6 +29,7 @@ from cas_ckpt.core.revisions import Revision, resolve_trusted, revision_text
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.layout.key_map import KeyMap, MappedTree
 from cas_ckpt.memory import limits, memory_budget, python_gc_paused
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -56,6 +57,7 @@ from cas_ckpt.ops.checkout.checkout import (
     read_array,
     with_values,
 )
+from cas_ckpt.ops.checkout.derived import without_derived
 from cas_ckpt.ops.checkout.restores import CHECKOUT, LOAD, RestoreNote, logged
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -66,7 +68,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.signing import Trust
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.sharded import ShardElements, world_rank
-from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS, ArrayView, HostTensor, overlaps_itself
+from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS, ArrayView, HostTensor, cast_items, overlaps_itself
 from cas_ckpt.training.restore.draft import SHOWN, Memory, memory_of_array, memory_of_tensor, overlapping, overlaps_self
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
@@ -86,12 +88,14 @@ class CheckoutReport(Brief):
         unexpected: Keys that the commit has and no rank's state has (only when not strict).
         per_rank_skipped: Values kept per rank that stay as they are, because the commit was made
             by another number of ranks.
+        unmapped: Keys of the commit that no rule of the key map took; they are as they were.
     """
 
     commit: CommitInfo
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     per_rank_skipped: tuple[str, ...] = ()
+    unmapped: tuple[str, ...] = ()
 
 
 def commit_state(
@@ -146,6 +150,7 @@ def checkout_state(
     progress: Progress = SILENT,
     trust: Trust | None = None,
     atomic: bool = True,
+    key_map: KeyMap | None = None,
 ) -> CheckoutReport:
     """Make `into` what the commit holds, in place; collective, the caller is inside of `collective_errors`.
 
@@ -164,7 +169,7 @@ def checkout_state(
     if peers.size > 1:
         asked = {
             "revision": revision_text(revision), "strict": strict, "keys": [keys] if isinstance(keys, str) else keys,
-            "allow_pickle": allow_pickle, "atomic": atomic,
+            "allow_pickle": allow_pickle, "atomic": atomic, "key_map": key_map,
         }  # fmt: skip
         hosts = compare_calls(peers, Call("checkout", asked), socket.gethostname())
         num_neighbours = hosts.count(hosts[peers.rank])
@@ -177,25 +182,26 @@ def checkout_state(
             handle.refs.packs[Digest(found)] = pack
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
-    with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
+    complete = keys is None and key_map is None
+    with logged(handle, row, verb=CHECKOUT, complete=complete, rank=rank, world_size=world_size) as note:
         before = handle.head
-        plan, unexpected, tree = _restore(
+        plan, unexpected, mapped = _restore(
             handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
-            num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic,
+            num_neighbours=num_neighbours, peers=peers, progress=progress, atomic=atomic, key_map=key_map,
         )  # fmt: skip
     if keys is None:
         handle.head = Head(branch, Digest(found).hex())
     else:
         handle.head = head_with_part(
             before, Digest(found).hex(), branch, (keys,) if isinstance(keys, str) else keys,
-            is_whole=lambda patterns: all(map(KeyPatterns(patterns).selects, (path for path, _ in walk(tree)))),
+            is_whole=lambda patterns: all(map(KeyPatterns(patterns).selects, (path for path, _ in walk(mapped.tree)))),
         )  # fmt: skip
     if plan.per_rank_skipped and rank == 0:
         _LOGGER.warning(
             "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
             ", ".join(plan.per_rank_skipped), world_size,
         )  # fmt: skip
-    return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
+    return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped, mapped.unmapped)
 
 
 def _restore(
@@ -211,19 +217,21 @@ def _restore(
     peers: Peers,
     progress: Progress,
     atomic: bool,
-) -> tuple[RestorePlan, tuple[str, ...], Container]:
+    key_map: KeyMap | None,
+) -> tuple[RestorePlan, tuple[str, ...], MappedTree]:
     """Bring the commit into `into`, on all ranks; what was done, the keys that no rank wanted, and all of the commit.
 
     Ends together on all ranks: whoever fails is known everywhere.
     """
     root = Digest(row.root)
-    tree = whole = load_tree(handle, root)
+    mapped = mapped_tree(handle, root, key_map, keys, told=peers.rank == 0)
+    tree = mapped.tree
     if keys is not None:
         tree = select(tree, KeyPatterns(keys), into_live=True)
     with naming_forgotten(handle, root):
         tree = with_values(handle, tree, allow_pickle=allow_pickle)
     plan = plan_restore(
-        into, tree, strict=strict, keys=keys, layout=partial(layout_of, handle, row), rank=peers.rank,
+        into, tree, strict=strict, keys=keys, layout=lambda: mapped.layout(layout_of(handle, row)), rank=peers.rank,
         world_size=peers.size,
     )  # fmt: skip
     unexpected, copies = plan.unexpected, plan.copies
@@ -241,6 +249,9 @@ def _restore(
     note.copies, note.complete = copies, note.complete and not unexpected
     if peers.size == 1:
         copies = tuple(map(_own_part, copies))
+    if key_map is not None:  # what it wants of which tensor is nothing that is planned without it
+        copies = tuple(without_derived(copies))
+    elif peers.size == 1:
         note.add_alone(copies)
 
     def on_verified() -> None:
@@ -268,7 +279,7 @@ def _restore(
         note.num_bytes = sum(map(msgpack.unpackb, done))
     if peers.rank == 0 and note.complete and (peers.size > 1 or plan.per_rank_skipped):  # else all of it was wanted
         note.check_complete(tree)
-    return plan, unexpected, whole
+    return plan, unexpected, mapped
 
 
 @python_gc_paused()
@@ -282,6 +293,7 @@ def load_state(
     allow_pickle: bool = False,
     progress: Progress = SILENT,
     trust: Trust | None = None,
+    key_map: KeyMap | None = None,
 ) -> dict[str, Any]:
     """The state of the commit as new objects in nested dicts.
 
@@ -301,18 +313,49 @@ def load_state(
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     root = Digest(row.root)
     # By the number in the job: a load by each of a thousand ranks is in the log once.
-    with logged(handle, row, verb=LOAD, complete=keys is None, rank=max(world_rank(), 0)) as note:
+    complete = keys is None and key_map is None
+    with logged(handle, row, verb=LOAD, complete=complete, rank=max(world_rank(), 0)) as note:
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
-            note.add_alone(copies)
+            if key_map is None:
+                note.add_alone(copies)
+            else:
+                copies = without_derived(copies)
             check_restore(copies)
             note.num_bytes += fetch_tensors(handle, copies, progress=progress, unseen=True)
 
-        tree = select(load_tree(handle, root), KeyPatterns(keys))
+        mapped = mapped_tree(handle, root, key_map, keys)
+        tree = select(mapped.tree, KeyPatterns(keys))
         with naming_forgotten(handle, root):
             tree = with_values(handle, tree, allow_pickle=allow_pickle)
-            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, layout=layout_of(handle, row))
+            layout = mapped.layout(layout_of(handle, row))
+            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, layout=layout)
     return loaded
+
+
+def mapped_tree(
+    handle: RepositoryHandle, root: Digest, key_map: KeyMap | None, keys: str | Sequence[str] | None,
+    *, told: bool = True,
+) -> MappedTree:  # fmt: skip
+    """The tree of the state `root` by a key map, of which `keys` are wanted; as it is, without one.
+
+    Args:
+        told: Log what no rule took.
+    Raises:
+        As `KeyMap.applied` and `load_tree`.
+    """
+    tree = load_tree(handle, root)
+    if key_map is None:
+        return MappedTree(tree)
+    if not isinstance(key_map, KeyMap):
+        raise InvalidInputError(f"key_map is {shown_value(key_map)}: give a cas_ckpt.KeyMap")
+    mapped = key_map.applied(tree, cast_items)
+    selection = KeyPatterns(keys)
+    mapped = replace(mapped, unmapped=tuple(key for key in mapped.unmapped if selection.selects(parse_key(key))))
+    if mapped.unmapped and told:
+        more = f" and {len(mapped.unmapped) - SHOWN} more" if len(mapped.unmapped) > SHOWN else ""
+        _LOGGER.warning("no rule of the key map took %s: left as they are", ", ".join(mapped.unmapped[:SHOWN]) + more)
+    return mapped
 
 
 def _device(given: Any) -> torch.device:

@@ -518,6 +518,9 @@ class NewArray:
     def done(self, box: Box, array: Array) -> None:
         """It is in place already."""
 
+    def rearranged(self, index: Any, order: Sequence[int]) -> NewArray:
+        return NewArray(self.array[index].transpose(tuple(order)))
+
 
 def new_array(sizes: tuple[int, ...], item_bytes: int) -> Array:
     """A C-contiguous array of raw items; what it holds is undefined."""

@@ -53,7 +53,8 @@ from cas_ckpt.memory import check_memory, limits, memory_budget, python_gc_pause
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import TensorEntry, checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, raw_dtype, unpack_placement
-from cas_ckpt.objects.state import Container, Flavor, Path, StoredTensor, TensorCopy, render_key
+from cas_ckpt.objects.state import Container, DerivedTensor, Flavor, Path, StoredTensor, TensorCopy, render_key
+from cas_ckpt.ops.checkout.derived import placed_boxes, without_derived
 from cas_ckpt.parallel.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.parallel.workers import one_ahead
 from cas_ckpt.progress import SILENT, Progress
@@ -237,6 +238,7 @@ def fetch_tensors(
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched, unless it has keys as `overwritten`.
     """
+    copies = without_derived(copies)
     chunks = _planned_chunks(handle, copies)
     store = handle.reads_of(sum(chunk.num_bytes for chunk in chunks)) if unseen else handle.store
     while True:
@@ -391,8 +393,11 @@ def arrays_in_turn(handle: RepositoryHandle, wanted: Iterable[Wished]) -> Iterat
         CorruptionError, NotFoundError: naming the tensor, at the latest when it is its turn.
     """
     if handle.store.abilities.local:
-        for _, stored, box in wanted:
-            yield read_array(handle, stored, box)
+        for each in wanted:
+            if isinstance(each[1], DerivedTensor):
+                yield from read_arrays(handle, [each])
+            else:
+                yield read_array(handle, *each[1:])
         return
     most = memory_budget()
 
@@ -452,6 +457,7 @@ def fetch_on_ranks(
     """
     if peers.size == 1 and all(copy.placement is None for copy in copies):
         return fetch_tensors(handle, copies, progress=progress, on_verified=on_verified, atomic=atomic)
+    copies = placed_boxes(without_derived(copies), peers.rank)
     chunks, cells, incoming = _plan_shared(handle, copies, peers, on_planned)
     verify_and_scatter(
         handle.store, chunks, cells, incoming,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -159,6 +159,21 @@ class ShardElements:
         if box.num_elements:
             piece, local = _locate(self.pieces, box)
             self.locals[piece.local].done(local, array)
+
+    def by_pieces(self) -> Iterator[tuple[Box, ShardElements]]:
+        """The box of each piece, and a target for it alone, whose own boxes begin at its corner."""
+        for piece in self.pieces:
+            order = range(len(piece.offsets))
+            yield piece.box, self._alone(piece.local, Box(piece.offsets, piece.box.sizes).slices, order)
+
+    def rearranged(self, index: Any, order: Sequence[int]) -> ShardElements:
+        """Of one that `by_pieces` gave."""
+        return self._alone(0, index, order)
+
+    def _alone(self, number: int, index: Any, order: Sequence[int]) -> ShardElements:
+        local = self.locals[number].rearranged(index, order)
+        box = Box((0,) * local.tensor.dim(), tuple(local.tensor.shape))
+        return ShardElements((Piece(box, box.offsets, 0),), (local,), self.item_bytes, self.owner)
 
 
 def _locate(pieces: Iterable[Piece], box: Box) -> tuple[Piece, Box]:

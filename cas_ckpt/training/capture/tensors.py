@@ -265,6 +265,9 @@ class HostTensor:
     def done(self, box: Box, array: Array) -> None:
         """The bytes are in place already."""
 
+    def rearranged(self, index: Any, order: Sequence[int]) -> HostTensor:
+        return HostTensor(self.tensor.detach()[index].permute(tuple(order)))
+
 
 @dataclass(slots=True)
 class CopiedTensor:
@@ -343,6 +346,9 @@ class CopiedTensor:
         host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
         to_device(host.view(place.dtype), place[box.slices])
 
+    def rearranged(self, index: Any, order: Sequence[int]) -> CopiedTensor:
+        return CopiedTensor(self.tensor.detach()[index].permute(tuple(order)))
+
 
 def _word_sums(data: torch.Tensor) -> torch.Tensor:
     """`word_sums` of bytes on any device, as int64: sums wrap around alike."""
@@ -375,10 +381,19 @@ class CastTarget:
         host = torch.from_numpy(array.view(_numpy_raw(array.itemsize))).view(self.stored)
         to_device(host, self.tensor[box.slices])
 
+    def rearranged(self, index: Any, order: Sequence[int]) -> CastTarget:
+        return CastTarget(self.tensor.detach()[index].permute(tuple(order)), self.stored)
+
 
 def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
     """The numpy dtype that torch takes for raw items."""
     return np.dtype({1: "u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[item_bytes])
+
+
+def cast_items(items: Array, stored: str, wanted: str) -> Array:
+    """Raw items of the dtype called `stored` as those of `wanted`, each value rounded as torch does."""
+    given = torch.from_numpy(np.ascontiguousarray(items).view(_numpy_raw(items.itemsize))).view(torch_dtype(stored))
+    return host_bits(given.to(torch_dtype(wanted)))
 
 
 def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
@@ -541,6 +556,9 @@ class ArrayView:
 
     def done(self, box: Box, array: Array) -> None:
         """The bytes are in place already."""
+
+    def rearranged(self, index: Any, order: Sequence[int]) -> ArrayView:
+        return ArrayView(self.bits[index].transpose(tuple(order)))
 
 
 def is_array(value: Any) -> bool:

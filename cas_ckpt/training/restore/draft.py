@@ -34,6 +34,7 @@ from cas_ckpt.objects.spec import Box, Placement, Spec
 from cas_ckpt.objects.state import (
     ArrayTarget,
     Container,
+    DerivedTensor,
     Item,
     Name,
     Path,
@@ -336,7 +337,8 @@ def _counted(head: str, lines: Sequence[str]) -> str:
 
 def _same_content(a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two stored tensors have the same elements."""
-    return a.spec == b.spec and a.node == b.node and a.inline == b.inline
+    parts = [each.parts if isinstance(each, DerivedTensor) else () for each in (a, b)]
+    return a.spec == b.spec and a.node == b.node and a.inline == b.inline and parts[0] == parts[1]
 
 
 def children(item: Item | None) -> Mapping[Name, Item]:
