@@ -34,6 +34,7 @@ from cas_ckpt.formats.models import MODEL, ModelFiles, placed, side_items
 from cas_ckpt.formats.pickles import Storage, Stream, most_bytes, read_torch_pickle
 from cas_ckpt.formats.safetensors import ExportInfo
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.layout.key_map import KeyMap
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
 from cas_ckpt.ops.history.find import list_entries

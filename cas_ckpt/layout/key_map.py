@@ -1,4 +1,4 @@
-"""Key maps: the tree of a commit under other names, its tensors divided, joined, turned and cast. Nothing is read.
+r"""Key maps: the tree of a commit under other names, its tensors divided, joined, turned and cast. Nothing is read.
 
     1. The tree becomes its entries by key: tensors, values, and what is one tensor to people (sparse ones, generators).
     2. Each rule in its turn takes the entries whose keys match its pattern, as the rules before it left them.
@@ -6,7 +6,7 @@
        `DerivedTensor`, which says where each of its elements is stored.
 
 Rules, as a file of JSON has them and as `KeyMap` takes them; patterns are regular expressions for whole keys, and `to`
-may have `\\1` for their groups:
+may have `\1` for their groups:
 
     {"rename": PATTERN, "to": KEY}
     {"prefix": TEXT, "to": TEXT}                    keys that begin so begin otherwise
@@ -370,9 +370,9 @@ class _Cast:
     def applied(self, entries: Entries) -> Entries:
         def change(match: re.Match[str], entry: Entry) -> Iterator[tuple[str, Item]]:
             item = entry.item
-            if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH and _FLOATING.fullmatch(item.spec.dtype):
-                if item.spec.dtype != self._to:
-                    item = _derived(item, item.spec.shape, _parts(item), self._to)
+            if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH and item.spec.dtype != self._to:
+                is_floating = _FLOATING.fullmatch(item.spec.dtype) is not None
+                item = _derived(item, item.spec.shape, _parts(item), self._to) if is_floating else item
             yield match[0], item
 
         return _each(entries, self._pattern, change)
@@ -391,7 +391,7 @@ def _rule(row: Any) -> Rule:
     try:
         return _RULES[kinds[0]](row[kinds[0]], **{name: row[name] for name in row if name != kinds[0]})
     except TypeError as error:
-        raise InvalidInputError(f"a key map has the rule {shown_value(row)}: {error}") from error
+        raise InvalidInputError(f"a {kinds[0]} rule of a key map: {str(error).partition('() ')[2]}") from error
 
 
 # --- maps ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 from cas_ckpt.arguments import check_whole
@@ -93,20 +94,8 @@ def _llama3(rows: Rows, *, to_hf: bool, num_heads: int, num_kv_heads: int | None
     return rules
 
 
-def llama3_hf_to_torchtitan(**numbers: Any) -> Rules:
-    return _llama3(_TORCHTITAN, to_hf=False, **numbers)
-
-
-def llama3_torchtitan_to_hf(**numbers: Any) -> Rules:
-    return _llama3(_back(_TORCHTITAN), to_hf=True, **numbers)
-
-
-def qwen3_hf_to_torchtitan(*, at: str = "model") -> Rules:
-    return _Place(at).renamed(_TORCHTITAN)
-
-
-def qwen3_torchtitan_to_hf(*, at: str = "model") -> Rules:
-    return _Place(at).renamed(_back(_TORCHTITAN))
+def _renamed(rows: Rows, *, at: str = "model") -> Rules:
+    return _Place(at).renamed(rows)
 
 
 def _groups(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
@@ -118,7 +107,7 @@ def _groups(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
     return groups, heads // groups
 
 
-def hf_to_megatron(
+def _hf_to_megatron(
     *, num_heads: int, num_kv_heads: int | None = None, at: str = "model", fused_norms: bool = False
 ) -> Rules:
     place, (groups, _) = _Place(at), _groups(num_heads, num_kv_heads)
@@ -129,7 +118,7 @@ def hf_to_megatron(
     return [*rules, {"fuse": [place.pattern(each) for each in _GATE_UP], "to": place.name(_LINEAR_FC1)}]
 
 
-def megatron_to_hf(*, num_heads: int, num_kv_heads: int | None = None, at: str = "model") -> Rules:
+def _megatron_to_hf(*, num_heads: int, num_kv_heads: int | None = None, at: str = "model") -> Rules:
     place, (groups, per_group) = _Place(at), _groups(num_heads, num_kv_heads)
     rules: Rules = [{"drop": place.pattern("") + r".*\._extra_state"}]  # TransformerEngine's scales of fp8
     rules += place.renamed(_back((*_MEGATRON, *_NORMS, *_FUSED_NORMS)))
@@ -141,12 +130,13 @@ def megatron_to_hf(*, num_heads: int, num_kv_heads: int | None = None, at: str =
 
 
 READY: dict[str, Callable[..., Rules]] = {
-    each.__name__: each
-    for each in (
-        llama3_hf_to_torchtitan, llama3_torchtitan_to_hf, qwen3_hf_to_torchtitan, qwen3_torchtitan_to_hf,
-        hf_to_megatron, megatron_to_hf,
-    )
-}  # fmt: skip
+    "llama3_hf_to_torchtitan": partial(_llama3, _TORCHTITAN, to_hf=False),
+    "llama3_torchtitan_to_hf": partial(_llama3, _back(_TORCHTITAN), to_hf=True),
+    "qwen3_hf_to_torchtitan": partial(_renamed, _TORCHTITAN),
+    "qwen3_torchtitan_to_hf": partial(_renamed, _back(_TORCHTITAN)),
+    "hf_to_megatron": _hf_to_megatron,
+    "megatron_to_hf": _megatron_to_hf,
+}
 """The ready maps by their names."""
 
 

@@ -228,7 +228,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A part of a derived tensor: the stored tensor that has it, and a stretch for each dimension of the derived one."""
+    """Elements of a derived tensor that one stored tensor has; with a stretch for each dimension of the derived one."""
 
     stored: StoredTensor
     stretches: tuple[Stretch, ...]

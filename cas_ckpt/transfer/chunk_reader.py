@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import EllipsisType
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -518,7 +519,7 @@ class NewArray:
     def done(self, box: Box, array: Array) -> None:
         """It is in place already."""
 
-    def rearranged(self, index: Any, order: Sequence[int]) -> NewArray:
+    def rearranged(self, index: tuple[slice | EllipsisType, ...], order: Sequence[int]) -> NewArray:
         return NewArray(self.array[index].transpose(tuple(order)))
 
 

@@ -19,14 +19,7 @@ import numpy as np
 
 from cas_ckpt.layout.key_map import within
 from cas_ckpt.objects.spec import Box, BoxPlacement, as_raw, raw_dtype
-from cas_ckpt.objects.state import (
-    ArrayTarget,
-    Cast,
-    DerivedTensor,
-    Stretch,
-    TensorCopy,
-    TensorPart,
-)
+from cas_ckpt.objects.state import ArrayTarget, Cast, DerivedTensor, Stretch, TensorCopy, TensorPart
 
 
 def without_derived(copies: Iterable[TensorCopy]) -> list[TensorCopy]:
@@ -101,7 +94,8 @@ class _Converted:
         """The elements are in place when this returns."""
         first = [-(-offset // step) for offset, step in zip(box.offsets, self.steps, strict=True)]
         starts = [at * step - offset for at, step, offset in zip(first, self.steps, box.offsets, strict=True)]
-        items = array[(*(slice(start, None, step) for start, step in zip(starts, self.steps, strict=True)), ...)]
+        index: Any = tuple(slice(start, None, step) for start, step in zip(starts, self.steps, strict=True))
+        items = array[(*index, ...)]
         if items.size and self.cast is not None and self.dtypes[0] != self.dtypes[1]:
             items = self.cast(items, *self.dtypes)
         if items.size:

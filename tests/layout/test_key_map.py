@@ -1,0 +1,271 @@
+"""A key map gives each element of a tree a place, as numpy would by reshaping; nothing is lost in silence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cas_ckpt import KeyMap
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.layout.key_map import MappedTree
+from cas_ckpt.objects.layouts import LayoutObject
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import Container, DerivedTensor, Flavor, Item, StoredTensor, ValueItem, render_key, walk
+from tests.searches import tries
+
+Array = np.ndarray[Any, Any]
+Op = Mapping[str, Any]
+
+
+def stored(array: Array) -> StoredTensor:
+    return StoredTensor(Spec(array.dtype.name, array.shape), Flavor.TORCH, None, array.tobytes())
+
+
+def tree(items: Mapping[Any, Any], kind: str = "dict") -> Container:
+    made: dict[Any, Item] = {}
+    for name, value in items.items():
+        if isinstance(value, np.ndarray):
+            made[name] = stored(value)
+        else:
+            made[name] = tree(value) if isinstance(value, dict) else value
+    return Container(kind, made)
+
+
+def applied(rules: list[Op], items: Mapping[Any, Any] | Container) -> MappedTree:
+    return KeyMap(rules).applied(items if isinstance(items, Container) else tree(items), lambda array, *_: array)
+
+
+def elements(item: Item) -> Array:
+    """What a tensor is by its parts, each element of which is in one of them."""
+    assert isinstance(item, StoredTensor)
+    if not isinstance(item, DerivedTensor):
+        assert item.inline is not None
+        return np.frombuffer(item.inline, item.spec.dtype).reshape(item.spec.shape)
+    found, times = np.empty(item.spec.shape, item.spec.dtype), np.zeros(item.spec.shape, int)
+    for part in item.parts:
+        order = [each.dim for each in part.stretches]
+        source = tuple(
+            slice(each.start, each.start + (each.size - 1) * each.step + 1, each.step)
+            for each in sorted(part.stretches, key=lambda each: each.dim)
+        )
+        place = tuple(
+            slice(each.at, each.at + (each.size - 1) * each.stride + 1, each.stride) for each in part.stretches
+        )
+        found[place] = elements(part.stored)[source].transpose(order)
+        times[place] += 1
+    assert (times == 1).all()
+    return found
+
+
+def arrays(mapped: MappedTree) -> dict[str, Array]:
+    return {render_key(path): elements(item) for path, item in walk(mapped.tree) if path}
+
+
+# --- any rules, as numpy does it --------------------------------------------------------------
+
+
+def along(array: Array, dim: int, *sizes: int) -> Array:
+    """`array` with dimension `dim` as several of these sizes."""
+    return array.reshape(*array.shape[:dim], *sizes, *array.shape[dim + 1 :])
+
+
+def split(array: Array, ratios: list[int], dim: int, groups: int) -> list[Array]:
+    grouped = along(array, dim, groups, array.shape[dim] // groups)
+    unit = grouped.shape[dim + 1] // sum(ratios)
+    pieces = np.split(grouped, np.cumsum(ratios)[:-1] * unit, axis=dim + 1)
+    return [each.reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :]) for each in pieces]
+
+
+def fuse(pieces: list[Array], dim: int, groups: int) -> Array:
+    grouped = [along(each, dim, groups, each.shape[dim] // groups) for each in pieces]
+    whole = np.concatenate(grouped, axis=dim + 1)
+    return whole.reshape(*pieces[0].shape[:dim], -1, *pieces[0].shape[dim + 1 :])
+
+
+def interleave(array: Array, shape: list[int], dim: int) -> Array:
+    return along(array, dim, *shape).swapaxes(dim + 1, dim + 2).reshape(array.shape)
+
+
+def divisors(size: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([each for each in range(1, size + 1) if size % each == 0])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[dict[str, Array], list[Op], list[Op], dict[str, Array]]:
+    """Some tensors, rules, the rules that take them back, and what numpy makes of the tensors by the first."""
+    shape = (draw(st.sampled_from([8, 12])), draw(st.sampled_from([1, 6, 8])))
+    before = {"0": np.arange(math.prod(shape), dtype="int32").reshape(shape)}
+    now, rules, back = dict(before), list[Op](), list[Op]()
+    for number in range(1, draw(st.integers(1, 5)) + 1):
+        key = draw(st.sampled_from(sorted(now)))
+        array, dim, kind = now[key], draw(st.integers(0, 1)), draw(st.sampled_from(["split", "turn", "weave", "name"]))
+        size = array.shape[dim]
+        if kind == "split":
+            groups = draw(divisors(size))
+            total = draw(divisors(size // groups))
+            first = draw(st.integers(1, max(1, total - 1)))
+            ratios = [first, total - first] if total > 1 else [1]
+            names = [f"{key}{letter}" for letter in "ab"[: len(ratios)]]
+            how = {"dim": dim, "groups": groups}
+            rules.append({"split": key, "to": names, "ratios": ratios, **how})
+            back.append({"fuse": names, "to": key, **how})
+            now |= dict(zip(names, split(now.pop(key), ratios, dim, groups), strict=True))
+        elif kind == "turn":
+            rules.append({"transpose": key})
+            back.append({"transpose": key, "dims": [1, 0]})
+            now[key] = array.T
+        elif kind == "weave":
+            outer = draw(divisors(size))
+            rows = draw(divisors(size // outer))
+            rules.append({"interleave": key, "shape": [outer, rows, -1], "dim": dim})
+            back.append({"interleave": key, "shape": [outer, -1, rows], "dim": dim})
+            now[key] = interleave(array, [outer, rows, size // outer // rows], dim)
+        else:
+            rules.append({"rename": f"({key})", "to": rf"\1_{number}"})
+            back.append({"prefix": f"{key}_{number}", "to": key})
+            now[f"{key}_{number}"] = now.pop(key)
+    return before, rules, back[::-1], now
+
+
+@settings(max_examples=tries(60, 1000), deadline=None)
+@given(histories())
+def test_any_rules_give_what_numpy_gives_and_their_inverse_takes_it_back(
+    history: tuple[dict[str, Array], list[Op], list[Op], dict[str, Array]],
+) -> None:
+    before, rules, back, wanted = history
+    mapped = applied(rules, {f"x{key}": array for key, array in before.items()})
+    assert mapped.unmapped == tuple(f"x{key}" for key in before)  # numbers would be integer names
+    mapped = applied(
+        [{"prefix": "t", "to": ""}, *rules, {"prefix": "", "to": "t"}], {f"t{k}": v for k, v in before.items()}
+    )
+    found = arrays(mapped)
+    assert found.keys() == {f"t{key}" for key in wanted}
+    assert all(np.array_equal(found[f"t{key}"], array) for key, array in wanted.items())
+    whole = [{"prefix": "t", "to": ""}, *rules, *back, {"prefix": "", "to": "t"}]
+    again = arrays(applied(whole, {f"t{key}": array for key, array in before.items()}))
+    assert again.keys() == {f"t{key}" for key in before}
+    assert all(np.array_equal(again[f"t{key}"], array) for key, array in before.items())
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_a_renamed_tensor_is_the_stored_one_and_ties_orders_and_versions_go_with_it() -> None:
+    ones = np.ones((2, 2))
+    given = tree({"model": {"a.w": ones, "b.w": ones, "c.w": ones}, "lr": ValueItem(1)})
+    mapped = applied([{"rename": r"model/(.)\.w", "to": r"net/\1.x.w"}, {"transpose": "net/c.x.w"}], given)
+    assert mapped.tree.children["net"].children["a.x.w"] is given.children["model"].children["a.w"]  # type: ignore[union-attr]
+    assert mapped.unmapped == ("lr",)
+    layout = LayoutObject(
+        aliases=(("model/a.w", "model/b.w", "model/c.w"),), orders={"model/a.w": (1, 0), "model/c.w": (1, 0)},
+        versions={"model": {"a": 2, "d": 3}},
+    )  # fmt: skip
+    found = mapped.layout(layout)
+    assert found.aliases == (("net/a.x.w", "net/b.x.w"),)
+    assert found.orders == {"net/a.x.w": (1, 0)}
+    assert found.versions["net"] == {"a.x": 2}
+
+
+def test_containers_keep_their_kinds_unless_a_list_lost_an_item() -> None:
+    one = np.ones(1)
+    given = tree({"l": tree({0: one, 1: one}, "list"), "t": tree({0: one, 1: one}, "tuple"),
+                  "o": Container("odict", {"a": stored(one), "b": stored(one)}, {"order": ["b", "a"]}),
+                  "e": {}})  # fmt: skip
+    mapped = applied([{"rename": "l/1", "to": "x"}, {"rename": "o/(b)", "to": r"o/new \1"}], given).tree
+    kinds = {name: each.kind for name, each in mapped.children.items() if isinstance(each, Container)}
+    assert kinds == {"l": "dict", "t": "tuple", "o": "odict", "e": "dict"}
+    assert mapped.children["o"].attrs == {"order": ["new b", "a"]}  # type: ignore[union-attr]
+
+
+def test_what_is_one_tensor_to_people_is_renamed_whole() -> None:
+    sparse = Container("sparse_coo", {"indices": stored(np.ones(1)), "values": stored(np.ones(1))})
+    assert applied([{"prefix": "a", "to": "b"}], tree({"a": sparse})).tree.children == {"b": sparse}
+    with pytest.raises(UnsupportedValueError, match="a: the key map changes a tensor, the commit holds a sparse_coo"):
+        applied([{"transpose": "a"}], tree({"a": sparse}))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([{"rename": "a|b", "to": "c"}], "two entries get the key 'c'"),
+        ([{"rename": "a", "to": "b"}], "two entries get the key 'b'"),
+        ([{"rename": "a", "to": "b/c"}], "b/c is below another entry|other entries are below"),
+        ([{"prefix": "a", "to": ""}], "an empty key"),
+        ([{"fuse": ["a", "z"], "to": "c"}], "of what matches z, which is nothing"),
+        ([{"fuse": ["a|b", "z"], "to": "c"}], "a and b are the same part of c"),
+        ([{"fuse": ["a", "v"], "to": "c"}], "v: .* cannot be joined with a"),
+        ([{"split": "a", "to": ["c", "d", "e"]}], "a: dimension 0 of 4 is not 3 equal parts"),
+        ([{"interleave": "a", "shape": [1, 2, 1]}], "a: dimension 0 of"),
+        ([{"rename": "(a)", "to": r"\2"}], "invalid group reference"),
+    ],
+)
+def test_a_map_that_does_not_fit_the_commit_says_why(rules: list[Op], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        applied(rules, {"a": np.ones((4, 2)), "b": np.ones((4, 2)), "v": np.ones((4, 3))})
+
+
+@pytest.mark.parametrize("rule", [{"transpose": "a", "dims": [0, 2]}, {"split": "s", "to": ["x", "y"]}])
+def test_a_rule_for_a_dimension_that_is_not_there_is_refused(rule: Op) -> None:
+    with pytest.raises(UnsupportedValueError, match="has no dimension"):
+        applied([rule], {"a": np.ones((4, 2)), "s": np.array(1.0)})
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"rename": "(", "to": "a"}, "cannot be read"),
+        ({"rename": "a"}, "a rename rule of a key map: missing 1 required positional argument: 'to'"),
+        ({"rename": "a", "to": "b", "dim": 1}, "unexpected keyword argument 'dim'"),
+        ({"rename": "a", "to": 3}, "the key 3"),
+        ({"rename": 3, "to": "a"}, "the pattern 3"),
+        ({"turn": "a"}, "give one of rename, prefix"),
+        ({"rename": "a", "drop": "b"}, "give one of rename, prefix"),
+        ("rename", "give one of rename, prefix"),
+        ({"split": "a", "to": ["b"], "ratios": [1, 2]}, "splits into 1"),
+        ({"split": "a", "to": ["b"], "groups": 0}, "groups"),
+        ({"transpose": "a", "dims": [0]}, "give two numbers"),
+        ({"interleave": "a", "shape": [-1, -1, 2]}, "at most one of -1"),
+        ({"cast": "a", "to": "int8"}, "casts to 'int8'"),
+        ({"cast": "a", "to": "float31"}, "casts to 'float31'"),
+    ],
+)
+def test_a_rule_of_another_form_is_refused_when_the_map_is_made(rule: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        KeyMap([rule])
+
+
+def test_a_cast_leaves_what_are_no_floating_point_numbers() -> None:
+    mapped = applied([{"cast": ".*", "to": "bfloat16"}], {"f": np.ones(2), "i": np.ones(2, "int64"), "v": ValueItem(1)})
+    dtypes = {name: each.spec.dtype for name, each in mapped.tree.children.items() if isinstance(each, StoredTensor)}
+    assert dtypes == {"f": "bfloat16", "i": "int64"}
+    assert mapped.unmapped == ()
+
+
+# --- ready maps and files ---------------------------------------------------------------------
+
+
+def test_a_map_is_read_from_a_file_or_by_the_name_of_a_ready_one(tmp_path: Any) -> None:
+    (tmp_path / "map.json").write_text('[{"prefix": "a", "to": "b"}]')
+    assert KeyMap.read(str(tmp_path / "map.json")).rules == ({"prefix": "a", "to": "b"},)
+    read = KeyMap.read("hf_to_megatron:num_heads=8,num_kv_heads=2,at=")
+    assert read.rules == KeyMap.ready("hf_to_megatron", num_heads=8, num_kv_heads=2, at="").rules
+    for text, message in [
+        ("nothing.json", "no key map can be read"),
+        ("hf_to_megatron", "num_heads"),
+        ("hf_to_megatron:num_heads=5,num_kv_heads=2", "5 heads are not 2 groups"),
+        ("hf_to_megatron:num_heads=x", "num_heads"),
+        ("qwen3_hf_to_torchtitan:num_heads=1", "num_heads"),
+    ]:
+        with pytest.raises(InvalidInputError, match=message):
+            KeyMap.read(text)
+    (tmp_path / "map.json").write_text('{"prefix": "a"}')
+    with pytest.raises(InvalidInputError, match="holds no list of rules"):
+        KeyMap.read(str(tmp_path / "map.json"))
+    with pytest.raises(InvalidInputError, match="no ready key map 'x'"):
+        KeyMap.ready("x")
