@@ -151,4 +151,4 @@ def ready_rules(name: str, numbers: Mapping[str, Any]) -> Rules:
     try:
         return READY[name](**numbers)
     except TypeError as error:
-        raise InvalidInputError(f"the key map {name}: {error}") from error
+        raise InvalidInputError(f"the key map {name}: {str(error).partition('() ')[2]}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-NEEDED = {"hf": "transformers", "folders": "transformers", "data": "torch"}
+NEEDED = {"hf": "transformers", "folders": "transformers", "data": "torch", "key_maps": "transformers"}
 
 
 def _framework(path: Path) -> str:
