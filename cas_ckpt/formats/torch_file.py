@@ -28,6 +28,7 @@ import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LeftOut
+from cas_ckpt.core.tree import select, stored_tensors
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.folders import FileSource, InputFile, OutputFiles, ReadScratch
 from cas_ckpt.formats.models import MODEL, ModelFiles, placed, side_items
@@ -36,7 +37,8 @@ from cas_ckpt.formats.safetensors import ExportInfo
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.layout.key_map import KeyMap
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
+from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.state import Container, Flavor, Item, TensorItem, with_tensors
 from cas_ckpt.ops.history.find import list_entries
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import translated
@@ -96,19 +98,25 @@ def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
 
 def export_torch(
     handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, keys: str | Sequence[str] | None,
-    force: bool, progress: Progress, key_map: KeyMap | None = None,
+    force: bool, progress: Progress, key_map: KeyMap | None = None, tree: Container | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the file `path` with torch.save.
 
     The whole state is in memory meanwhile. Ties are kept.
 
+    Args:
+        key_map, tree: Other names, and the state by them; as it is stored if None.
     Raises:
         ConflictError: the file exists already. NotFoundError, CorruptionError, StorageError;
             nothing is left at `path` then.
     """
     place = Path(path)
-    entries = list_entries(handle, Digest(row.root), keys=keys)
-    tensors = [entry.num_bytes for entry in entries if entry.shape is not None]
+    if tree is None:
+        entries = list_entries(handle, Digest(row.root), keys=keys)
+        tensors = [entry.num_bytes for entry in entries if entry.shape is not None]
+    else:
+        stored = stored_tensors(select(tree, KeyPatterns(keys)))
+        tensors = [each.spec.num_bytes for _, each in stored if each.flavor != Flavor.VALUE]
     with OutputFiles(place.parent, [place.name], force=force) as output:
         state = load_state(handle, row.digest.hex(), keys=keys, progress=progress, key_map=key_map)
         with output.open(place.name) as file:

@@ -228,7 +228,8 @@ def export_any(
     if format is not None:
         chosen = check_choice("format", format, ExportFormat)
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
-    tree = None if key_map is None else mapped_tree(handle, Digest(row.root), key_map, keys).tree
+    told = chosen != "torch"  # that is loaded, which tells
+    tree = None if key_map is None else mapped_tree(handle, Digest(row.root), key_map, keys, told=told).tree
     if chosen == "safetensors":
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter, force=force,
@@ -255,7 +256,7 @@ def export_any(
         raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
     from cas_ckpt.formats.torch_file import export_torch
 
-    return export_torch(handle, row, path, keys=keys, force=force, progress=progress, key_map=key_map)
+    return export_torch(handle, row, path, keys=keys, force=force, progress=progress, key_map=key_map, tree=tree)
 
 
 # --- one value: nested lists, .npy and .pt files --------------------------------------------
