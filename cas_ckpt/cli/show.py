@@ -18,6 +18,7 @@ from cas_ckpt.cli.command import (
     UNSIGNED,
     Pair,
     Settings,
+    Unit,
     flag,
     given_trust,
     keys_option,
@@ -34,6 +35,7 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
+    from cas_ckpt.layout.key_map import KeyMap
     from cas_ckpt.ops.checkout.checkout import Region
     from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.log import ShownCommit
@@ -465,6 +467,18 @@ _KEYS = keys_option("Only these keys; may be repeated.")
 _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 
 
+def _read_key_map(text: str) -> KeyMap:
+    from cas_ckpt.layout.key_map import KeyMap
+
+    return KeyMap.read(text)
+
+
+_KEY_MAP = click.option(
+    "--key-map", type=Unit("MAP", _read_key_map),
+    help="Other names, shapes and dtypes: a file of rules, or e.g. hf_to_megatron:num_heads=32,num_kv_heads=8.",
+)  # fmt: skip
+
+
 @verb(
     "export",
     examples=[
@@ -474,6 +488,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
         "cas-ckpt export main checkpoint/ --format dcp --max-shard-size 5GB",
         "cas-ckpt export main checkpoint-500/ --format trainer",
         "cas-ckpt export lora my-lora/ --adapter default",
+        "cas-ckpt export main hf/ --key-map llama3_torchtitan_to_hf:num_heads=32,num_kv_heads=8 --key model",
     ],
     also=[14, 15, UNSIGNED],
 )
@@ -483,6 +498,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 @click.option("--max-shard-size", "max_shard_bytes", type=SIZE, help="Length of a shard, e.g. 5GB.")
 @click.option("--adapter", metavar="NAME", help="Write this adapter of a PeftModel, as a folder that PEFT opens.")
 @_KEYS
+@_KEY_MAP
 @trust_option()
 @memory_option
 @_FORCE
@@ -505,6 +521,7 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
 @click.argument("revision", default="HEAD")
 @click.option("--to", "path", required=True, metavar="PATH", help="The file or folder to write.")
 @_KEYS
+@_KEY_MAP
 @trust_option()
 @memory_option
 @_FORCE

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.core.records import CommitInfo
-from tests.cli.running import Ran, call, ok
+from tests.cli.running import Ran, call, ok, run
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +194,21 @@ def test_stats_and_du_tell_sizes(place: Path) -> None:
     ]
     assert [row["name"] for row in json.loads(ok("-C", place, "du", "--by", "branch", "--json"))] == ["ft", "main"]
     assert [line.split()[-1] for line in ok("-C", place, "du").splitlines()[1:]] == ["tuned", "second", "first"]
+
+
+def test_export_gives_the_names_of_a_key_map_and_tells_which_it_took_not(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(
+        json.dumps([{"rename": "model/w", "to": "model/weight"}, {"cast": "model/weight", "to": "bfloat16"}])
+    )
+    ran = run(
+        "-C", own, "export", "main", tmp_path / "x.safetensors", "-k", "model", "--key-map", tmp_path / "map.json"
+    )
+    assert (ran.code, "no rule of the key map took model/b: left as they are" in ran.err) == (0, True)
+    found = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(found["weight"], torch.arange(3000.0).reshape(30, 100).bfloat16())
+    assert found.keys() == {"weight", "b"}
+    ran = call("-C", own, "export", "main", tmp_path / "y.safetensors", "--key-map", "hf_to_torchtitan")
+    assert (ran.code, "give a file, or one of llama3_hf_to_torchtitan" in ran.err) == (2, True)
 
 
 def test_a_model_goes_out_and_comes_in_as_the_same_state(own: Path, tmp_path: Path) -> None:

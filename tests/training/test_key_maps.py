@@ -91,7 +91,8 @@ def test_exports_have_the_names_shapes_and_dtypes_of_the_map(repo: Repository, t
     assert (info.num_tensors, info.total_bytes) == (9, sum(each.nbytes for each in wanted().values()))
     repo.export("main", tmp_path / "dcp", format="dcp", key_map=MAP)
     target = zeros()
-    dcp.load(target, checkpoint_id=tmp_path / "dcp")
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.load(target, checkpoint_id=tmp_path / "dcp")
     assert same(target, wanted())
     with pytest.raises(InvalidInputError, match="a folder of trainer has the names of its framework"):
         repo.export("main", tmp_path / "trainer", format="trainer", key_map=MAP)
