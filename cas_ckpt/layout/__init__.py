@@ -7,6 +7,8 @@
    rank and on the whole
 4. `balance.py`: shares work out so that all have about as much to do; both plans use it
 5. `target_layout.py`: a mesh of ranks that need not exist, and a rule where each tensor goes
+6. `key_map.py`: a tree under other names, its tensors divided, joined, turned and cast: where each element is stored;
+   `ready_maps.py`: the rules between the names of Hugging Face, torchtitan and Megatron
 
 Invariant: pure and deterministic, so equal inputs give equal plans on every rank, without talking.
 Must not know: torch, chunk ids, packs, storage.

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from cas_ckpt import KeyMap, Repository
 from tests.frameworks import key_map_cases as cases
+from tests.frameworks.programs import program
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the frameworks
 NUMBERS = {"num_heads": cases.HEADS, "num_kv_heads": cases.KV_HEADS}
@@ -121,3 +122,13 @@ def test_layers_of_transformer_engine_have_their_norms_under_its_names(repo: Rep
     repo.commit({"model": loaded})
     back = repo.load(key_map=KeyMap.ready("megatron_to_hf", **NUMBERS))["model"]
     assert same(dict(back), dict(theirs.state_dict()))
+
+
+def test_the_program_of_the_page_gives_the_model_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(program("Key maps"), names)
+    wanted = {name: each.bfloat16() for name, each in names["model"].state_dict().items()}
+    assert same(dict(names["again"].state_dict()), wanted)
+    assert "model.layers.1.self_attn.q_proj.weight" in wanted
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in load_file(tmp_path / "runs" / "megatron" / "model.safetensors")

@@ -289,7 +289,7 @@ def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
         "CheckoutReport", "CommitInfo", "CommitOptions", "CommitStats", "Event", "Head", "ImportInfo", "ImportOptions",
-        "LeftOut", "Lineage", "Named", "PendingCommit", "PerRank",
+        "KeyMap", "LeftOut", "Lineage", "Named", "PendingCommit", "PerRank",
         "Policy", "RNGState", "Repository", "RetentionHook", "StateDict", "Trust", "__version__",
         "limits", "on_event", "register_type", "trusted_hosts",
     }  # fmt: skip
