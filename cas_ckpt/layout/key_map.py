@@ -63,12 +63,12 @@ class Entry:
     """An entry while rules are applied.
 
     Attributes:
-        origin: Its key in the commit, as long as it is what is stored there.
+        sources: The keys in the commit that it is made of.
         is_taken: A rule took it.
     """
 
     item: Item
-    origin: str | None
+    sources: tuple[str, ...]
     is_taken: bool = False
 
 
@@ -180,7 +180,7 @@ def _expanded(match: re.Match[str], to: str) -> str:
 def _put(entries: Entries, key: str, entry: Entry) -> None:
     if key in entries or not key:
         other = f"two entries get the key {key!r}" if key else "an entry gets an empty key"
-        raise InvalidInputError(f"by the key map {other} (one of them is {entry.origin or 'derived'}): drop one")
+        raise InvalidInputError(f"by the key map {other} (one is of {', '.join(entry.sources)}): drop one")
     entries[key] = entry
 
 
@@ -195,7 +195,7 @@ def _each(
             _put(found, key, entry)
             continue
         for name, item in change(match, entry):
-            _put(found, name, Entry(item, entry.origin if item is entry.item else None, is_taken=True))
+            _put(found, name, Entry(item, entry.sources, is_taken=True))
     return found
 
 
@@ -259,30 +259,32 @@ class _Fuse:
         self._dim, self._groups = check_whole("dim", dim), check_whole("groups", groups, least=1)
 
     def applied(self, entries: Entries) -> Entries:
-        sources: dict[str, dict[int, str]] = {}
+        keys_of: dict[str, dict[int, str]] = {}
         made_of: dict[str, str] = {}
         for key in entries:
             for number, pattern in enumerate(self._patterns):
                 if (match := pattern.fullmatch(key)) is not None:
                     made_of[key] = to = _expanded(match, self._to)
-                    if sources.setdefault(to, {}).setdefault(number, key) != key:
+                    if keys_of.setdefault(to, {}).setdefault(number, key) != key:
                         raise InvalidInputError(
-                            f"by the key map {sources[to][number]} and {key} are the same part of {to}"
+                            f"by the key map {keys_of[to][number]} and {key} are the same part of {to}"
                         )
                     break
         found: Entries = {}
         for key, entry in entries.items():
             if key not in made_of:
                 _put(found, key, entry)
-            elif (to := made_of[key]) in sources:
-                keys = sources.pop(to)
+            elif (to := made_of[key]) in keys_of:
+                keys = keys_of.pop(to)
                 lacking = [each.pattern for at, each in enumerate(self._patterns) if at not in keys]
                 if lacking:
                     raise InvalidInputError(
                         f"the key map makes {to} of {', '.join(keys.values())} and of what matches "
                         f"{', '.join(lacking)}, which is nothing: choose another map"
                     )
-                _put(found, to, Entry(self._fused([(keys[at], entries[keys[at]]) for at in sorted(keys)]), None, True))
+                given = [(keys[at], entries[keys[at]]) for at in sorted(keys)]
+                sources = tuple(source for _, each in given for source in each.sources)
+                _put(found, to, Entry(self._fused(given), sources, is_taken=True))
         return found
 
     def _fused(self, given: Sequence[tuple[str, Entry]]) -> Item:
@@ -471,15 +473,15 @@ class KeyMap:
                 cannot be divided so. UnsupportedValueError: a rule changes what is no dense tensor.
         """
         containers: dict[Path, Container] = {}
-        entries = {render_key(path): Entry(item, render_key(path)) for path, item in _leaves(tree, (), containers)}
+        leaves = ((render_key(path), item) for path, item in _leaves(tree, (), containers))
+        entries = {key: Entry(item, (key,)) for key, item in leaves}
         for rule in self._rules:
             entries = rule.applied(entries)
         for entry in entries.values():
             if isinstance(entry.item, DerivedTensor):
                 entry.item.cast = cast
-        names = {entry.origin: key for key, entry in entries.items() if entry.origin is not None}
         unmapped = tuple(key for key, entry in entries.items() if not entry.is_taken)
-        return MappedTree(_tree_of(entries, containers), unmapped, names)
+        return MappedTree(_tree_of(entries, containers), unmapped, entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,27 +490,39 @@ class MappedTree:
 
     Attributes:
         unmapped: The keys that no rule took, which are as they were.
-        names: Key in the commit -> key in `tree`, of what is what is stored; None: there is no map.
+        entries: What is in it by key; None: there is no map.
     """
 
     tree: Container
     unmapped: tuple[str, ...] = ()
-    names: Mapping[str, str] | None = None
+    entries: Mapping[str, Entry] | None = None
 
     def layout(self, layout: LayoutObject) -> LayoutObject:
-        """Ties, orders and versions of the commit for the keys of `tree`; who held what is left out."""
-        if self.names is None:
+        """Ties, orders and versions of the commit for the keys of `tree`; who held what is left out.
+
+        Tensors that are made in one way of what was tied are tied.
+        """
+        if self.entries is None:
             return layout
-        groups = (sorted(self.names[key] for key in group if key in self.names) for group in layout.aliases)
-        orders = {self.names[key]: order for key, order in layout.orders.items() if key in self.names}
+        group_of = {key: number for number, group in enumerate(layout.aliases) for key in group}
+        tied: dict[Any, list[str]] = {}
+        orders = {}
         versions = {key: dict(of_modules) for key, of_modules in layout.versions.items()}
-        for key, name in self.names.items() if versions else ():
-            (of, module), (new_of, new_module) = map(_module_of, (key, name))
-            if (version := layout.versions.get(of, {}).get(module)) is not None:
-                versions.setdefault(new_of, {})[new_module] = version
-        return LayoutObject(
-            aliases=tuple(sorted(tuple(group) for group in groups if len(group) > 1)), orders=orders, versions=versions
-        )
+        for key, entry in self.entries.items():
+            first = entry.sources[0]
+            if not isinstance(entry.item, StoredTensor):
+                continue
+            if any(source in group_of for source in entry.sources):
+                made_of = tuple(group_of.get(source, source) for source in entry.sources)
+                tied.setdefault((made_of, entry.item), []).append(key)
+            if first in layout.orders and not isinstance(entry.item, DerivedTensor):
+                orders[key] = layout.orders[first]
+            if versions:
+                (of, module), (new_of, new_module) = map(_module_of, (first, key))
+                if (version := layout.versions.get(of, {}).get(module)) is not None:
+                    versions.setdefault(new_of, {})[new_module] = version
+        aliases = sorted(tuple(sorted(keys)) for keys in tied.values() if len(keys) > 1)
+        return LayoutObject(aliases=tuple(aliases), orders=orders, versions=versions)
 
 
 def _module_of(key: str) -> tuple[str, str]:

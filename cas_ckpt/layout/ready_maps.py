@@ -78,12 +78,18 @@ class _Place:
         return [{"rename": self.pattern(one), "to": self.name(other)} for one, other in rows]
 
 
+def _from_hf(place: _Place, rows: Rows) -> Rules:
+    """Without what old versions saved of each layer's rotary embedding, which follows from the configuration."""
+    return [{"drop": place.pattern("model.layers.{}.self_attn.rotary_emb.inv_freq")}, *place.renamed(rows)]
+
+
 def _back(rows: Rows) -> Rows:
     return [(other, one) for one, other in rows]
 
 
 def _llama3(rows: Rows, *, to_hf: bool, num_heads: int, num_kv_heads: int | None = None, at: str = "model") -> Rules:
-    place, rules = _Place(at), _Place(at).renamed(rows)
+    place = _Place(at)
+    rules = place.renamed(rows) if to_hf else _from_hf(place, rows)
     counts = {"q": num_heads, "k": num_kv_heads or num_heads}
     for each, count in counts.items():
         halves = [check_whole("num_heads", count, least=1), 2, -1]
@@ -94,8 +100,8 @@ def _llama3(rows: Rows, *, to_hf: bool, num_heads: int, num_kv_heads: int | None
     return rules
 
 
-def _renamed(rows: Rows, *, at: str = "model") -> Rules:
-    return _Place(at).renamed(rows)
+def _qwen3(rows: Rows, *, to_hf: bool, at: str = "model") -> Rules:
+    return _Place(at).renamed(rows) if to_hf else _from_hf(_Place(at), rows)
 
 
 def _groups(num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
@@ -111,7 +117,7 @@ def _hf_to_megatron(
     *, num_heads: int, num_kv_heads: int | None = None, at: str = "model", fused_norms: bool = False
 ) -> Rules:
     place, (groups, _) = _Place(at), _groups(num_heads, num_kv_heads)
-    rules = place.renamed((*_MEGATRON, *(_FUSED_NORMS if fused_norms else _NORMS)))
+    rules = _from_hf(place, (*_MEGATRON, *(_FUSED_NORMS if fused_norms else _NORMS)))
     for kind in _KINDS:
         patterns = [place.pattern(each + kind) for each in _QKV]
         rules.append({"fuse": patterns, "to": place.name(_LINEAR_QKV + kind), "groups": groups})
@@ -132,8 +138,8 @@ def _megatron_to_hf(*, num_heads: int, num_kv_heads: int | None = None, at: str 
 READY: dict[str, Callable[..., Rules]] = {
     "llama3_hf_to_torchtitan": partial(_llama3, _TORCHTITAN, to_hf=False),
     "llama3_torchtitan_to_hf": partial(_llama3, _back(_TORCHTITAN), to_hf=True),
-    "qwen3_hf_to_torchtitan": partial(_renamed, _TORCHTITAN),
-    "qwen3_torchtitan_to_hf": partial(_renamed, _back(_TORCHTITAN)),
+    "qwen3_hf_to_torchtitan": partial(_qwen3, _TORCHTITAN, to_hf=False),
+    "qwen3_torchtitan_to_hf": partial(_qwen3, _back(_TORCHTITAN), to_hf=True),
     "hf_to_megatron": _hf_to_megatron,
     "megatron_to_hf": _megatron_to_hf,
 }

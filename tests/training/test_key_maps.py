@@ -106,6 +106,8 @@ def test_tied_tensors_stay_tied_however_they_are_cast(tmp_path: Path) -> None:
         target = torch.zeros(300, 40, dtype=torch.bfloat16)
         repo.checkout(into={"head": target, "embed": target, "other": torch.zeros_like(target)}, key_map=cast)
         assert torch.equal(target, weight.bfloat16())
+        loaded = repo.load(key_map=cast)
+        assert loaded["head"] is loaded["embed"] is not loaded["other"]
         apart = KeyMap([{"cast": "head|embed|other", "to": "bfloat16"}, {"interleave": "embed", "shape": [2, 3, -1]}])
         with pytest.raises(MismatchError, match="one tensor in the target but two different"):
             repo.checkout(into={"head": target, "embed": target, "other": torch.zeros_like(target)}, key_map=apart)

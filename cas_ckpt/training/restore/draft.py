@@ -371,7 +371,7 @@ def may_fill_array(array: Array) -> bool:
 
 
 def _other_spec(found: Spec, stored: StoredTensor) -> str:
-    what = "dtype (no dtype is cast)" if found.shape == stored.spec.shape else "shape"
+    what = "dtype (no dtype is cast but by a key_map)" if found.shape == stored.spec.shape else "shape"
     return f"the target is {found}, the commit holds {stored.spec}: give the target that {what}"
 
 
