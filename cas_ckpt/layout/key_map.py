@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from cas_ckpt.arguments import check_whole, texts
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, shown_value
@@ -73,19 +73,11 @@ class Entry:
 
 
 Entries: TypeAlias = dict[str, Entry]
-
-
-class Rule(Protocol):
-    """One step of a map."""
-
-    def applied(self, entries: Entries) -> Entries:
-        """The entries after it."""
-        ...
+Rule: TypeAlias = Callable[[Entries], Entries]
+"""The entries before it -> the entries after it."""
 
 
 # --- the parts of derived tensors ------------------------------------------------------------
-
-Parts: TypeAlias = Iterable[TensorPart]
 
 
 def within(stretch: Stretch, start: int, step: int, size: int) -> Stretch | None:
@@ -114,30 +106,30 @@ def _parts(tensor: StoredTensor) -> tuple[TensorPart, ...]:
     return (TensorPart(tensor, tuple(Stretch(dim, 0, 1, 0, 1, size) for dim, size in enumerate(tensor.spec.shape))),)
 
 
-def _moved(parts: Parts, dim: int, taken: tuple[int, int, int], at: int, stride: int = 1) -> Iterator[TensorPart]:
+def _moved(tensor: StoredTensor, dim: int, taken: tuple[int, int, int], at: int, stride: int = 1) -> list[TensorPart]:
     """The elements `taken` (start, step, size) along `dim`, put at `at`, `stride` apart."""
-    for part in parts:
-        found = within(part.stretches[dim], *taken)
-        if found is not None:
-            put = replace(found, at=at + found.at * stride, stride=found.stride * stride)
-            yield TensorPart(part.stored, (*part.stretches[:dim], put, *part.stretches[dim + 1 :]))
+    found = []
+    for part in _parts(tensor):
+        if (kept := within(part.stretches[dim], *taken)) is not None:
+            put = replace(kept, at=at + kept.at * stride, stride=kept.stride * stride)
+            found.append(TensorPart(part.stored, (*part.stretches[:dim], put, *part.stretches[dim + 1 :])))
+    return found
 
 
-def _derived(like: StoredTensor, shape: Sequence[int], parts: Parts, dtype: str | None = None) -> DerivedTensor:
+def _derived(like: StoredTensor, shape: Sequence[int], parts: Iterable[TensorPart], dtype: str = "") -> DerivedTensor:
     return DerivedTensor(Spec(dtype or like.spec.dtype, tuple(shape)), like.flavor, None, None, parts=tuple(parts))
 
 
-def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
+def _with_size(tensor: StoredTensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*tensor.spec.shape[:dim], size, *tensor.spec.shape[dim + 1 :])
 
 
-def _tensor(entry: Entry, key: str, *dims: int) -> StoredTensor:
-    """The tensor of an entry, if it has these dimensions.
+def _tensor(item: Item, key: str, *dims: int) -> StoredTensor:
+    """`item`, if it is a tensor that has these dimensions.
 
     Raises:
         UnsupportedValueError: it has not, or is something else than a dense tensor or an array.
     """
-    item = entry.item
     if not isinstance(item, StoredTensor) or item.flavor == Flavor.VALUE:
         what = f"a {item.kind}" if isinstance(item, Container) else "a plain value"
         raise UnsupportedValueError(f"{key}: the key map changes a tensor, the commit holds {what}: only rename it")
@@ -146,28 +138,34 @@ def _tensor(entry: Entry, key: str, *dims: int) -> StoredTensor:
     return item
 
 
-def _share(size: int, count: int, key: str, dim: int) -> int:
-    if count < 1 or size % count:
-        raise InvalidInputError(f"{key}: dimension {dim} of {size} is not {count} equal parts, as the key map says")
-    return size // count
+def _share(tensor: StoredTensor, dim: int, count: int, key: str) -> int:
+    """The size of each of `count` equal pieces along `dim`."""
+    size, rest = divmod(tensor.spec.shape[dim], count)
+    if rest:
+        raise InvalidInputError(f"{key}: dimension {dim} of {tensor.spec} is not {count} equal parts: see the key map")
+    return size
 
 
 # --- rules -----------------------------------------------------------------------------------
 
 
-def _pattern(given: Any) -> re.Pattern[str]:
+def _text(given: Any) -> str:
     if not isinstance(given, str):
-        raise InvalidInputError(f"a key map has the pattern {shown_value(given)}: give text")
+        raise InvalidInputError(f"a key map has {shown_value(given)} for a pattern or a key: give text")
+    return given
+
+
+def _pattern(given: Any) -> re.Pattern[str]:
     try:
-        return re.compile(given)
+        return re.compile(_text(given))
     except re.error as error:
         raise InvalidInputError(f"a key map has the pattern {given!r}, which cannot be read: {error}") from error
 
 
-def _name(given: Any) -> str:
-    if not isinstance(given, str):
-        raise InvalidInputError(f"a key map has the key {shown_value(given)}: give text")
-    return given
+def _numbers(name: str, given: Any, count: int, *, least: int = 0) -> list[int]:
+    if not isinstance(given, (list, tuple)) or len(given) != count:
+        raise InvalidInputError(f"a key map has {name} {shown_value(given)}: give {count} whole numbers")
+    return [check_whole(name, each, least=least) for each in given]
 
 
 def _expanded(match: re.Match[str], to: str) -> str:
@@ -184,205 +182,162 @@ def _put(entries: Entries, key: str, entry: Entry) -> None:
     entries[key] = entry
 
 
-def _each(
-    entries: Entries, pattern: re.Pattern[str], change: Callable[[re.Match[str], Entry], Iterable[tuple[str, Item]]]
-) -> Entries:
-    """The entries, those that match replaced by what `change` gives."""
-    found: Entries = {}
-    for key, entry in entries.items():
-        match = pattern.fullmatch(key)
-        if match is None:
-            _put(found, key, entry)
-            continue
-        for name, item in change(match, entry):
-            _put(found, name, Entry(item, entry.sources, is_taken=True))
-    return found
+def _each(pattern: Any, change: Callable[[re.Match[str], Item], Iterable[tuple[str, Item]]]) -> Rule:
+    """Replaces each entry that matches by what `change` gives."""
+    compiled = _pattern(pattern)
+
+    def applied(entries: Entries) -> Entries:
+        found: Entries = {}
+        for key, entry in entries.items():
+            if (match := compiled.fullmatch(key)) is None:
+                _put(found, key, entry)
+                continue
+            for name, item in change(match, entry.item):
+                _put(found, name, Entry(item, entry.sources, is_taken=True))
+        return found
+
+    return applied
 
 
-class _Rename:
-    def __init__(self, pattern: Any, to: Any) -> None:
-        self._pattern, self._to = _pattern(pattern), _name(to)
-
-    def applied(self, entries: Entries) -> Entries:
-        return _each(entries, self._pattern, lambda match, entry: [(_expanded(match, self._to), entry.item)])
+def _rename(pattern: Any, to: Any) -> Rule:
+    name = _text(to)
+    return _each(pattern, lambda match, item: [(_expanded(match, name), item)])
 
 
-class _Prefix(_Rename):
-    def __init__(self, prefix: Any, to: Any) -> None:
-        super().__init__(f"{re.escape(_name(prefix))}(.*)", _name(to).replace("\\", r"\\") + r"\1")
+def _prefix(prefix: Any, to: Any) -> Rule:
+    return _rename(f"{re.escape(_text(prefix))}(.*)", _text(to).replace("\\", r"\\") + r"\1")
 
 
-class _Drop:
-    def __init__(self, pattern: Any) -> None:
-        self._pattern = _pattern(pattern)
-
-    def applied(self, entries: Entries) -> Entries:
-        return _each(entries, self._pattern, lambda match, entry: ())
+def _drop(pattern: Any) -> Rule:
+    return _each(pattern, lambda match, item: ())
 
 
-class _Split:
-    """Each of `groups` equal pieces along `dim` has a share of every part, one after the other."""
+def _split(pattern: Any, to: Any, ratios: Any = None, dim: Any = 0, groups: Any = 1) -> Rule:
+    """Each of `groups` equal pieces along `dim` has a share of every new tensor, one after the other."""
+    names, dim, groups = texts("to", to), check_whole("dim", dim), check_whole("groups", groups, least=1)
+    if not names:
+        raise InvalidInputError("a key map splits a tensor into nothing: drop it")
+    shares = _numbers("ratios", [1] * len(names) if ratios is None else ratios, len(names), least=1)
+    total = sum(shares)
 
-    def __init__(self, pattern: Any, to: Any, ratios: Any = None, dim: Any = 0, groups: Any = 1) -> None:
-        self._pattern, self._to = _pattern(pattern), texts("to", to)
-        given = [1] * len(self._to) if ratios is None else ratios
-        if not isinstance(given, (list, tuple)) or len(given) != len(self._to):
-            raise InvalidInputError(f"a key map splits into {len(self._to)}, with ratios {shown_value(ratios)}")
-        self._ratios = [check_whole("ratios", each, least=1) for each in given]
-        self._dim, self._groups = check_whole("dim", dim), check_whole("groups", groups, least=1)
-
-    def applied(self, entries: Entries) -> Entries:
-        return _each(entries, self._pattern, self._pieces)
-
-    def _pieces(self, match: re.Match[str], entry: Entry) -> Iterator[tuple[str, Item]]:
-        key, dim = match[0], self._dim
-        tensor = _tensor(entry, key, dim)
-        shape, total = tensor.spec.shape, sum(self._ratios)
-        unit = _share(shape[dim], self._groups * total, key, dim)
-        before = 0
-        for to, ratio in zip(self._to, self._ratios, strict=True):
-            size = ratio * unit
-            parts = [
-                part
-                for group in range(self._groups)
-                for part in _moved(_parts(tensor), dim, (group * total * unit + before, 1, size), group * size)
-            ]
-            yield _expanded(match, to), _derived(tensor, _with_size(shape, dim, self._groups * size), parts)
+    def change(match: re.Match[str], item: Item) -> Iterator[tuple[str, Item]]:
+        tensor = _tensor(item, match[0], dim)
+        unit, before = _share(tensor, dim, groups * total, match[0]), 0
+        for name, share in zip(names, shares, strict=True):
+            size, parts = share * unit, []
+            for group in range(groups):
+                parts += _moved(tensor, dim, (group * total * unit + before, 1, size), group * size)
+            yield _expanded(match, name), _derived(tensor, _with_size(tensor, dim, groups * size), parts)
             before += size
 
+    return _each(pattern, change)
 
-class _Fuse:
-    """As `_Split`, the other way."""
 
-    def __init__(self, patterns: Any, to: Any, dim: Any = 0, groups: Any = 1) -> None:
-        self._patterns, self._to = [_pattern(each) for each in texts("fuse", patterns)], _name(to)
-        self._dim, self._groups = check_whole("dim", dim), check_whole("groups", groups, least=1)
+def _fuse(patterns: Any, to: Any, dim: Any = 0, groups: Any = 1) -> Rule:
+    """As `_split`, the other way."""
+    compiled, name = list(map(_pattern, texts("fuse", patterns))), _text(to)
+    dim, groups = check_whole("dim", dim), check_whole("groups", groups, least=1)
 
-    def applied(self, entries: Entries) -> Entries:
+    def applied(entries: Entries) -> Entries:
         keys_of: dict[str, dict[int, str]] = {}
         made_of: dict[str, str] = {}
         for key in entries:
-            for number, pattern in enumerate(self._patterns):
+            for number, pattern in enumerate(compiled):
                 if (match := pattern.fullmatch(key)) is not None:
-                    made_of[key] = to = _expanded(match, self._to)
-                    if keys_of.setdefault(to, {}).setdefault(number, key) != key:
-                        raise InvalidInputError(
-                            f"by the key map {keys_of[to][number]} and {key} are the same part of {to}"
-                        )
+                    made_of[key] = new = _expanded(match, name)
+                    if (other := keys_of.setdefault(new, {}).setdefault(number, key)) != key:
+                        raise InvalidInputError(f"by the key map {other} and {key} are the same part of {new}")
                     break
         found: Entries = {}
         for key, entry in entries.items():
             if key not in made_of:
                 _put(found, key, entry)
-            elif (to := made_of[key]) in keys_of:
-                keys = keys_of.pop(to)
-                lacking = [each.pattern for at, each in enumerate(self._patterns) if at not in keys]
+            elif keys := keys_of.pop(made_of[key], None):
+                lacking = [each.pattern for number, each in enumerate(compiled) if number not in keys]
                 if lacking:
                     raise InvalidInputError(
-                        f"the key map makes {to} of {', '.join(keys.values())} and of what matches "
+                        f"the key map makes {made_of[key]} of {', '.join(keys.values())} and of what matches "
                         f"{', '.join(lacking)}, which is nothing: choose another map"
                     )
-                given = [(keys[at], entries[keys[at]]) for at in sorted(keys)]
-                sources = tuple(source for _, each in given for source in each.sources)
-                _put(found, to, Entry(self._fused(given), sources, is_taken=True))
+                given = {keys[number]: entries[keys[number]] for number in sorted(keys)}
+                sources = tuple(source for each in given.values() for source in each.sources)
+                tensors = {key: _tensor(each.item, key, dim) for key, each in given.items()}
+                _put(found, made_of[key], Entry(_joined(tensors, dim, groups), sources, is_taken=True))
         return found
 
-    def _fused(self, given: Sequence[tuple[str, Entry]]) -> Item:
-        dim, tensors = self._dim, [_tensor(entry, key, self._dim) for key, entry in given]
-        first = tensors[0]
-        for (key, _), tensor in zip(given, tensors, strict=True):
-            shape = _with_size(tensor.spec.shape, dim, first.spec.shape[dim])
-            if (tensor.spec.dtype, shape, tensor.flavor) != (first.spec.dtype, first.spec.shape, first.flavor):
-                raise InvalidInputError(
-                    f"{key}: {tensor.spec} cannot be joined with {given[0][0]}, {first.spec}, along dimension {dim}"
-                )
-        sizes = [
-            _share(each.spec.shape[dim], self._groups, key, dim)
-            for (key, _), each in zip(given, tensors, strict=True)
-        ]  # fmt: skip
-        parts: list[TensorPart] = []
-        for group in range(self._groups):
-            at = group * sum(sizes)
-            for tensor, size in zip(tensors, sizes, strict=True):
-                parts += _moved(_parts(tensor), dim, (group * size, 1, size), at)
-                at += size
-        return _derived(first, _with_size(first.spec.shape, dim, self._groups * sum(sizes)), parts)
+    return applied
 
 
-class _Transpose:
-    def __init__(self, pattern: Any, dims: Any = (0, 1)) -> None:
-        self._pattern = _pattern(pattern)
-        if not isinstance(dims, (list, tuple)) or len(dims) != 2:
-            raise InvalidInputError(f"a key map transposes dims {shown_value(dims)}: give two numbers")
-        self._dims = [check_whole("dims", each) for each in dims]
+def _joined(tensors: Mapping[str, StoredTensor], dim: int, groups: int) -> DerivedTensor:
+    first, *_ = tensors.values()
+    sizes = {key: _share(tensor, dim, groups, key) for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        if (tensor.spec.dtype, tensor.flavor, _with_size(tensor, dim, 0)) != (
+            first.spec.dtype, first.flavor, _with_size(first, dim, 0)
+        ):  # fmt: skip
+            raise InvalidInputError(f"{key}: {tensor.spec} cannot be joined with {first.spec} along dimension {dim}")
+    parts: list[TensorPart] = []
+    at = 0
+    for group in range(groups):
+        for key, tensor in tensors.items():
+            parts += _moved(tensor, dim, (group * sizes[key], 1, sizes[key]), at)
+            at += sizes[key]
+    return _derived(first, _with_size(first, dim, at), parts)
 
-    def applied(self, entries: Entries) -> Entries:
-        return _each(entries, self._pattern, self._transposed)
 
-    def _transposed(self, match: re.Match[str], entry: Entry) -> Iterator[tuple[str, Item]]:
-        tensor = _tensor(entry, match[0], *self._dims)
+def _transpose(pattern: Any, dims: Any = (0, 1)) -> Rule:
+    one, other = _numbers("dims", dims, 2)
+
+    def change(match: re.Match[str], item: Item) -> Iterator[tuple[str, Item]]:
+        tensor = _tensor(item, match[0], one, other)
         order = list(range(len(tensor.spec.shape)))
-        one, other = self._dims
         order[one], order[other] = other, one
-        parts = [
-            TensorPart(part.stored, tuple(part.stretches[at] for at in order)) for part in _parts(tensor)
-        ]  # fmt: skip
+        parts = (TensorPart(part.stored, tuple(part.stretches[at] for at in order)) for part in _parts(tensor))
         yield match[0], _derived(tensor, [tensor.spec.shape[at] for at in order], parts)
 
+    return _each(pattern, change)
 
-class _Interleave:
+
+def _interleave(pattern: Any, shape: Any, dim: Any = 0) -> Rule:
     """Along `dim`, which is `shape` (three sizes) in one, the last two change places."""
+    sizes, dim = _numbers("shape", shape, 3, least=-1), check_whole("dim", dim)
+    known = -math.prod(sizes)
+    if sizes.count(-1) != 1 or not known:
+        raise InvalidInputError(f"a key map has shape {sizes}: give one -1, for the size that follows from the others")
 
-    def __init__(self, pattern: Any, shape: Any, dim: Any = 0) -> None:
-        self._pattern, self._dim = _pattern(pattern), check_whole("dim", dim)
-        if not isinstance(shape, (list, tuple)) or len(shape) != 3 or list(shape).count(-1) > 1:
-            raise InvalidInputError(f"a key map interleaves {shown_value(shape)}: give three sizes, at most one of -1")
-        self._shape = [each if each == -1 else check_whole("shape", each, least=1) for each in shape]
-
-    def applied(self, entries: Entries) -> Entries:
-        return _each(entries, self._pattern, self._interleaved)
-
-    def _interleaved(self, match: re.Match[str], entry: Entry) -> Iterator[tuple[str, Item]]:
-        key, dim = match[0], self._dim
-        tensor = _tensor(entry, key, dim)
-        known = math.prod(each for each in self._shape if each != -1)
-        rest = _share(tensor.spec.shape[dim], known, key, dim)
-        if -1 not in self._shape and rest != 1:
-            raise InvalidInputError(f"{key}: dimension {dim} of {tensor.spec} is not {self._shape}")
-        outer, rows, columns = (rest if each == -1 else each for each in self._shape)
-        parts: list[TensorPart] = []
-        for start in range(0, outer * rows * columns, rows * columns):
-            if rows <= columns:
+    def change(match: re.Match[str], item: Item) -> Iterator[tuple[str, Item]]:
+        tensor = _tensor(item, match[0], dim)
+        rest, parts = _share(tensor, dim, known, match[0]), []
+        outer, rows, columns = (rest if each == -1 else each for each in sizes)
+        for start in range(0, outer * rows * columns, rows * columns or 1):
+            if rows <= columns:  # by as few pieces as there can be
                 for row in range(rows):
-                    parts += _moved(_parts(tensor), dim, (start + row * columns, 1, columns), start + row, rows)
+                    parts += _moved(tensor, dim, (start + row * columns, 1, columns), start + row, rows)
             else:
                 for column in range(columns):
-                    parts += _moved(_parts(tensor), dim, (start + column, columns, rows), start + column * rows)
-        yield key, _derived(tensor, tensor.spec.shape, parts)
+                    parts += _moved(tensor, dim, (start + column, columns, rows), start + column * rows)
+        yield match[0], _derived(tensor, tensor.spec.shape, parts)
+
+    return _each(pattern, change)
 
 
-class _Cast:
+def _cast(pattern: Any, to: Any) -> Rule:
     """Dense tensors of floating-point numbers; others stay what they are. Of several casts the last one counts."""
+    if _text(to) not in DTYPE_BYTES or not _FLOATING.fullmatch(to):
+        raise InvalidInputError(f"a key map casts to {to!r}: give a floating-point dtype, e.g. 'bfloat16'")
 
-    def __init__(self, pattern: Any, to: Any) -> None:
-        self._pattern, self._to = _pattern(pattern), _name(to)
-        if self._to not in DTYPE_BYTES or not _FLOATING.fullmatch(self._to):
-            raise InvalidInputError(f"a key map casts to {self._to!r}: give a floating-point dtype, e.g. 'bfloat16'")
+    def change(match: re.Match[str], item: Item) -> Iterator[tuple[str, Item]]:
+        if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH and item.spec.dtype != to:
+            is_floating = _FLOATING.fullmatch(item.spec.dtype) is not None
+            item = _derived(item, item.spec.shape, _parts(item), to) if is_floating else item
+        yield match[0], item
 
-    def applied(self, entries: Entries) -> Entries:
-        def change(match: re.Match[str], entry: Entry) -> Iterator[tuple[str, Item]]:
-            item = entry.item
-            if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH and item.spec.dtype != self._to:
-                is_floating = _FLOATING.fullmatch(item.spec.dtype) is not None
-                item = _derived(item, item.spec.shape, _parts(item), self._to) if is_floating else item
-            yield match[0], item
-
-        return _each(entries, self._pattern, change)
+    return _each(pattern, change)
 
 
 _RULES: dict[str, Callable[..., Rule]] = {
-    "rename": _Rename, "prefix": _Prefix, "drop": _Drop, "split": _Split, "fuse": _Fuse, "transpose": _Transpose,
-    "interleave": _Interleave, "cast": _Cast,
+    "rename": _rename, "prefix": _prefix, "drop": _drop, "split": _split, "fuse": _fuse, "transpose": _transpose,
+    "interleave": _interleave, "cast": _cast,
 }  # fmt: skip
 
 
@@ -476,7 +431,7 @@ class KeyMap:
         leaves = ((render_key(path), item) for path, item in _leaves(tree, (), containers))
         entries = {key: Entry(item, (key,)) for key, item in leaves}
         for rule in self._rules:
-            entries = rule.applied(entries)
+            entries = rule(entries)
         for entry in entries.values():
             if isinstance(entry.item, DerivedTensor):
                 entry.item.cast = cast
@@ -498,16 +453,15 @@ class MappedTree:
     entries: Mapping[str, Entry] | None = None
 
     def layout(self, layout: LayoutObject) -> LayoutObject:
-        """Ties, orders and versions of the commit for the keys of `tree`; who held what is left out.
+        """Ties and orders of the commit for the keys of `tree`; who held what is left out.
 
-        Tensors that are made in one way of what was tied are tied.
+        Tensors that are made in one way of what was tied are tied. Of modules with other names the versions are lost.
         """
         if self.entries is None:
             return layout
         group_of = {key: number for number, group in enumerate(layout.aliases) for key in group}
         tied: dict[Any, list[str]] = {}
         orders = {}
-        versions = {key: dict(of_modules) for key, of_modules in layout.versions.items()}
         for key, entry in self.entries.items():
             first = entry.sources[0]
             if not isinstance(entry.item, StoredTensor):
@@ -517,18 +471,8 @@ class MappedTree:
                 tied.setdefault((made_of, entry.item), []).append(key)
             if first in layout.orders and not isinstance(entry.item, DerivedTensor):
                 orders[key] = layout.orders[first]
-            if versions:
-                (of, module), (new_of, new_module) = map(_module_of, (first, key))
-                if (version := layout.versions.get(of, {}).get(module)) is not None:
-                    versions.setdefault(new_of, {})[new_module] = version
         aliases = sorted(tuple(sorted(keys)) for keys in tied.values() if len(keys) > 1)
-        return LayoutObject(aliases=tuple(aliases), orders=orders, versions=versions)
-
-
-def _module_of(key: str) -> tuple[str, str]:
-    """The key of the state of a module, and the name in it of the module that has the tensor `key`."""
-    *above, name = parse_key(key)
-    return render_key(tuple(above)), str(name).rpartition(".")[0]
+        return LayoutObject(aliases=tuple(aliases), orders=orders, versions=layout.versions)
 
 
 def _leaves(item: Container, path: Path, containers: dict[Path, Container]) -> Iterator[tuple[Path, Item]]:
