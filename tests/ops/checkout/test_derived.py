@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,12 +45,11 @@ def some_box(draw: st.DrawFn, outer: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(draw(st.integers(1, n - at)) for n, at in zip(outer, starts, strict=True)))
 
 
-def fill(draw: st.DrawFn, copy: TensorCopy) -> None:
-    """Bring the box of the copy to its target, cut in two somewhere, as cells cut it."""
+def fill(copy: TensorCopy, dim: int, cut: int) -> None:
+    """Bring the box of the copy to its target, cut in two along `dim`, as cells cut it."""
     assert copy.box is not None and copy.stored.inline is not None
     whole = np.frombuffer(copy.stored.inline, "int32").reshape(copy.stored.spec.shape)
-    dim = draw(st.integers(0, 1))
-    cut = draw(st.integers(0, copy.box.sizes[dim]))
+    cut = min(cut, copy.box.sizes[dim])
     for start, stop in ((0, cut), (cut, copy.box.sizes[dim])):
         if start < stop:
             offsets, sizes = [0, 0], list(copy.box.sizes)
@@ -74,11 +74,22 @@ def test_any_box_of_a_derived_tensor_is_filled_once(
         target = new(box.sizes)
         copies = without_derived([TensorCopy((name,), item, target, box=box)])
         for copy in copies:
-            data.draw(st.composite(lambda draw, copy=copy: fill(draw, copy))())
+            fill(copy, data.draw(st.integers(0, 1)), data.draw(st.integers(0, 12)))
         assert (target.times == 1).all()
         assert np.array_equal(target.array, wanted[name.removeprefix("t")][box.slices])
         if isinstance(item, DerivedTensor):
             assert len({copy.path for copy in copies}) == len(copies)
+
+
+@pytest.mark.parametrize("cut", range(13))
+def test_every_third_row_of_a_cell_goes_where_it_belongs_wherever_the_cell_begins(cut: int) -> None:
+    rows = np.arange(24, dtype="int32").reshape(12, 2)
+    item, target = applied([{"interleave": "x", "shape": [1, -1, 3]}], {"x": rows}).tree.children["x"], new((12, 2))
+    assert isinstance(item, StoredTensor)
+    for copy in without_derived([TensorCopy(("x",), item, target)]):
+        fill(copy, 0, cut)
+    assert (target.times == 1).all()
+    assert np.array_equal(target.array, rows.reshape(4, 3, 2).transpose(1, 0, 2).reshape(12, 2))
 
 
 def test_a_box_that_a_rank_wants_is_a_placement_in_the_coordinates_of_the_stored_tensor() -> None:
