@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cas_ckpt import KeyMap
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import StorageError
 from cas_ckpt.formats.safetensors import export_safetensors
@@ -55,6 +56,27 @@ def test_an_export_reads_each_byte_once_and_many_tensors_at_a_time(
     sizes = sum(array.nbytes for array in ARRAYS.values())
     assert sum(length for _, _, length in far.data_reads) < 1.02 * sizes
     assert len(set(far.data_reads)) == len(far.data_reads)
+
+
+def test_an_export_by_a_key_map_reads_what_it_joins_and_turns_in_few_requests(
+    stored: tuple[MemoryStore, Digest], tmp_path: Path
+) -> None:
+    far = FarStore(stored[0])
+    handle = on(far, cache=None)
+    handle.sync()
+    key_map = KeyMap([
+        {"split": "model/w1", "to": ["model/w1", "rest"], "ratios": [600, 1], "dim": 1},
+        {"split": "model/w2", "to": ["model/w2", "rest 2"], "ratios": [600, 2], "dim": 1},
+        {"fuse": ["model/w1", "model/w2"], "to": "model/w", "dim": 1},
+        {"interleave": "model/w3", "shape": [7, 4, -1]},
+    ])  # fmt: skip
+    mapped = key_map.applied(load_tree(handle, stored[1]), lambda items, *_: items)
+    far.reads.clear()
+    export_safetensors(handle, stored[1], tmp_path / "m.safetensors", keys="model", tree=mapped.tree)
+    found = load_file(tmp_path / "m.safetensors")
+    assert same_bytes(found["w"], np.concatenate([ARRAYS["w1"][:, :600], ARRAYS["w2"][:, :600]], axis=1))
+    assert same_bytes(found["w3"], ARRAYS["w3"].reshape(7, 4, 25, 603).swapaxes(1, 2).reshape(700, 603))
+    assert len(far.data_reads) <= 20
 
 
 def test_an_export_whose_connection_breaks_leaves_nothing(stored: tuple[MemoryStore, Digest], tmp_path: Path) -> None:
