@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -468,9 +469,21 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 
 
 def _read_key_map(text: str) -> KeyMap:
+    """The map in a file of JSON, a list of rules; or a ready one, with what it asks for behind a colon."""
     from cas_ckpt.layout.key_map import KeyMap
+    from cas_ckpt.layout.ready_maps import READY
 
-    return KeyMap.read(text)
+    name, _, given = text.partition(":")
+    if name in READY:
+        pairs = (each.partition("=") for each in given.split(",") if each)
+        return KeyMap.ready(name, **{key: int(value) if value.isdecimal() else value for key, _, value in pairs})
+    try:
+        rules = json.loads(Path(text).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{text}: no key map ({error}): give a file, or one of {', '.join(READY)}") from error
+    if not isinstance(rules, list):
+        raise InvalidInputError(f"{text}: holds no list of rules: write [{{...}}, ...]")
+    return KeyMap(rules)
 
 
 _KEY_MAP = click.option(

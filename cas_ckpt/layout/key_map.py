@@ -22,17 +22,15 @@ Invariant: no entry is lost but by `drop`, and no two get one key. Must not know
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
 from typing import Any, TypeAlias
 
 from cas_ckpt.arguments import check_whole, texts
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, shown_value
-from cas_ckpt.layout.ready_maps import READY, ready_rules
+from cas_ckpt.layout.ready_maps import ready_rules
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
 from cas_ckpt.objects.state import (
@@ -396,27 +394,6 @@ class KeyMap:
             InvalidInputError: no such map, or it takes other numbers.
         """
         return KeyMap(ready_rules(name, numbers))
-
-    @staticmethod
-    def read(text: str) -> KeyMap:
-        """The map in a file of JSON, a list of rules; or a ready one: `hf_to_megatron:num_heads=32,num_kv_heads=8`.
-
-        Raises:
-            InvalidInputError: neither.
-        """
-        name, _, given = text.partition(":")
-        if name in READY:
-            pairs = [each.partition("=") for each in given.split(",") if each]
-            return KeyMap.ready(name, **{key: int(value) if value.isdecimal() else value for key, _, value in pairs})
-        try:
-            rules = json.loads(FilePath(text).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(
-                f"{text}: no key map can be read ({error}): give a file, or one of {', '.join(READY)}"
-            ) from error
-        if not isinstance(rules, list):
-            raise InvalidInputError(f"{text}: holds no list of rules: write [{{...}}, ...]")
-        return KeyMap(rules)
 
     def applied(self, tree: Container, cast: Cast) -> MappedTree:
         """`tree` by this map.

@@ -117,6 +117,8 @@ def _hf_to_megatron(
     *, num_heads: int, num_kv_heads: int | None = None, at: str = "model", fused_norms: bool = False
 ) -> Rules:
     place, (groups, _) = _Place(at), _groups(num_heads, num_kv_heads)
+    if fused_norms not in (True, False):
+        raise InvalidInputError(f"fused_norms is {shown_value(fused_norms)}: give True or False")
     rules = _from_hf(place, (*_MEGATRON, *(_FUSED_NORMS if fused_norms else _NORMS)))
     for kind in _KINDS:
         patterns = [place.pattern(each + kind) for each in _QKV]

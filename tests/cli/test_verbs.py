@@ -207,8 +207,16 @@ def test_export_gives_the_names_of_a_key_map_and_tells_which_it_took_not(own: Pa
     found = load_file(tmp_path / "x.safetensors")
     assert torch.equal(found["weight"], torch.arange(3000.0).reshape(30, 100).bfloat16())
     assert found.keys() == {"weight", "b"}
-    ran = call("-C", own, "export", "main", tmp_path / "y.safetensors", "--key-map", "hf_to_torchtitan")
-    assert (ran.code, "give a file, or one of llama3_hf_to_torchtitan" in ran.err) == (2, True)
+    (tmp_path / "none.json").write_text('{"rename": "a"}')
+    for text, message in [
+        ("hf_to_torchtitan", "give a file, or one of llama3_hf_to_torchtitan"),
+        ("hf_to_megatron:num_heads=5,num_kv_heads=2", "5 heads are not 2 groups"),
+        (str(tmp_path / "none.json"), "holds no list of rules"),
+    ]:
+        ran = call("-C", own, "export", "main", tmp_path / "y.safetensors", "--key-map", text)
+        assert (ran.code, message in ran.err.replace("\n", " ")) == (2, True)
+    ready = "qwen3_torchtitan_to_hf:at=model"
+    assert call("-C", own, "checkout", "--to", tmp_path / "y.safetensors", "-k", "model", "--key-map", ready).code == 0
 
 
 def test_a_model_goes_out_and_comes_in_as_the_same_state(own: Path, tmp_path: Path) -> None:

@@ -166,25 +166,36 @@ def test_a_cast_leaves_what_are_no_floating_point_numbers() -> None:
     assert mapped.unmapped == ()
 
 
-# --- ready maps and files ---------------------------------------------------------------------
+# --- ready maps -------------------------------------------------------------------------------
 
 
-def test_a_map_is_read_from_a_file_or_by_the_name_of_a_ready_one(tmp_path: Any) -> None:
-    (tmp_path / "map.json").write_text('[{"prefix": "a", "to": "b"}]')
-    assert KeyMap.read(str(tmp_path / "map.json")).rules == ({"prefix": "a", "to": "b"},)
-    read = KeyMap.read("hf_to_megatron:num_heads=8,num_kv_heads=2,at=")
-    assert read.rules == KeyMap.ready("hf_to_megatron", num_heads=8, num_kv_heads=2, at="").rules
-    for text, message in [
-        ("nothing.json", "no key map can be read"),
-        ("hf_to_megatron", "num_heads"),
-        ("hf_to_megatron:num_heads=5,num_kv_heads=2", "5 heads are not 2 groups"),
-        ("hf_to_megatron:num_heads=x", "num_heads"),
-        ("qwen3_hf_to_torchtitan:num_heads=1", "num_heads"),
-    ]:
-        with pytest.raises(InvalidInputError, match=message):
-            KeyMap.read(text)
-    (tmp_path / "map.json").write_text('{"prefix": "a"}')
-    with pytest.raises(InvalidInputError, match="holds no list of rules"):
-        KeyMap.read(str(tmp_path / "map.json"))
-    with pytest.raises(InvalidInputError, match="no ready key map 'x'"):
-        KeyMap.ready("x")
+def test_ready_maps_are_for_the_key_of_the_model() -> None:
+    tensor = np.arange(96.0).reshape(24, 4)
+    layer = {"mlp.gate_proj.weight": tensor, "mlp.up_proj.weight": -tensor}
+    model = {f"model.layers.3.{name}": each for name, each in layer.items()}
+    key_map = KeyMap.ready("hf_to_megatron", num_heads=4, num_kv_heads=2, at="")
+    found = arrays(key_map.applied(tree(model), lambda items, *_: items))
+    assert found.keys() == {"decoder.layers.3.mlp.linear_fc1.weight"}
+    assert np.array_equal(*found.values(), np.concatenate([tensor, -tensor]))
+    below = KeyMap.ready("hf_to_megatron", num_heads=4, at="nets/my.one").applied(
+        tree({"nets": {"my.one": model}, "nets/my_one": model}), lambda items, *_: items
+    )
+    assert "nets/my.one/decoder.layers.3.mlp.linear_fc1.weight" in arrays(below)
+    assert len(below.unmapped) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("x", {}, "no ready key map 'x'"),
+        ("hf_to_megatron", {}, "missing 1 required keyword-only argument: 'num_heads'"),
+        ("hf_to_megatron", {"num_heads": 5, "num_kv_heads": 2}, "5 heads are not 2 groups"),
+        ("hf_to_megatron", {"num_heads": "many"}, "num_heads"),
+        ("hf_to_megatron", {"num_heads": 4, "fused_norms": "false"}, "give True or False"),
+        ("qwen3_hf_to_torchtitan", {"num_heads": 1}, "num_heads"),
+        ("megatron_to_hf", {"num_heads": 4, "at": 1}, "at is 1"),
+    ],
+)
+def test_a_ready_map_says_what_it_needs(name: str, numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        KeyMap.ready(name, **numbers)
