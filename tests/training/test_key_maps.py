@@ -132,9 +132,10 @@ def test_damage_is_found_before_a_tensor_is_touched(repo: Repository, tmp_path: 
     (pack,) = (tmp_path / "repo").rglob("*.data")
     flip(pack, pack.stat().st_size // 2)
     target = zeros()
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError) as raised:
         repo.checkout(into=target, key_map=MAP)
     assert not any(each.any() for each in target.values())
+    assert str(raised.value).partition(":")[0] in target
 
 
 def test_what_no_rule_takes_is_reported_and_stays(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ Invariant: each element of a target is written by one copy. Knows no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,16 +19,13 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.layout.key_map import within
+from cas_ckpt.objects.digest import leaf_digest
 from cas_ckpt.objects.spec import Box, BoxPlacement, as_raw, raw_dtype
-from cas_ckpt.objects.state import ArrayTarget, Cast, DerivedTensor, Stretch, TensorCopy, TensorPart
+from cas_ckpt.objects.state import ArrayTarget, Cast, DerivedTensor, Path, Stretch, TensorCopy, TensorPart
 
 
 def without_derived(copies: Iterable[TensorCopy]) -> list[TensorCopy]:
-    """`copies` with those of derived tensors replaced: what is wanted of each stored tensor is the `box` of a copy.
-
-    Two copies have one path only if they are of one stored tensor, on whatever rank; those of one rank have paths of
-    their own.
-    """
+    """`copies` with those of derived tensors replaced: what is wanted of a stored tensor is the `box` of a copy."""
     found: list[TensorCopy] = []
     for copy in copies:
         if isinstance(copy.stored, DerivedTensor):
@@ -41,12 +39,10 @@ def _of_parts(copy: TensorCopy, derived: DerivedTensor) -> Iterator[TensorCopy]:
     target: Any = copy.target
     box = copy.box or derived.spec.box
     held = [(box, target)] if copy.placement is None else list(target.by_pieces())
-    for number, part in enumerate(derived.parts):
-        name = (number,) if len(derived.parts) > 1 else ()
-        for at, (box, piece) in enumerate(held):
+    for part in derived.parts:
+        for box, piece in held:
             if (found := _common(part, box)) is not None:
-                path = (*copy.path, *name, *((at,) if len(held) > 1 else ()))
-                yield _copied(TensorCopy(path, part.stored, piece), found, derived)
+                yield _copied(TensorCopy(copy.path, part.stored, piece), found, derived)
 
 
 def _common(part: TensorPart, box: Box) -> list[Stretch] | None:
@@ -120,10 +116,17 @@ class _Shifted:
 
 
 def placed_boxes(copies: Iterable[TensorCopy], rank: int) -> list[TensorCopy]:
-    """`copies` with those of a `box` as others are that are divided over ranks: `rank` holds that box."""
-    return [
-        copy if copy.box is None else replace(
-            copy, target=_Shifted(copy.target, copy.box), placement=BoxPlacement(((copy.box, (rank,)),)), box=None
-        )
-        for copy in copies
-    ]  # fmt: skip
+    """`copies` with those of a `box` as others are that are divided over ranks: `rank` holds that box.
+
+    They get paths of their own, which are equal on two ranks only for the same stored tensor.
+    """
+    found = []
+    times: Counter[Path] = Counter()
+    for copy in copies:
+        if copy.box is not None:
+            stored = (*copy.path, (copy.stored.node or leaf_digest(copy.stored.inline or b"")).hex())
+            path, target = (*stored, times[stored]), _Shifted(copy.target, copy.box)
+            times[stored] += 1
+            copy = TensorCopy(path, copy.stored, target, BoxPlacement(((copy.box, (rank,)),)))
+        found.append(copy)
+    return found

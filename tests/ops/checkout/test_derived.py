@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.objects.spec import Box, BoxPlacement
-from cas_ckpt.objects.state import DerivedTensor, StoredTensor, TensorCopy, walk
+from cas_ckpt.objects.state import StoredTensor, TensorCopy, walk
 from cas_ckpt.ops.checkout.derived import placed_boxes, without_derived
 from tests.layout.key_maps import Array, Op, applied, histories
 from tests.searches import tries
@@ -77,8 +77,9 @@ def test_any_box_of_a_derived_tensor_is_filled_once(
             fill(copy, data.draw(st.integers(0, 1)), data.draw(st.integers(0, 12)))
         assert (target.times == 1).all()
         assert np.array_equal(target.array, wanted[name.removeprefix("t")][box.slices])
-        if isinstance(item, DerivedTensor):
-            assert len({copy.path for copy in copies}) == len(copies)
+        assert {copy.path for copy in copies} == {(name,)}
+        placed = placed_boxes(copies, rank=0)
+        assert len({copy.path for copy in placed}) == len(copies)
 
 
 @pytest.mark.parametrize("cut", range(13))
