@@ -14,6 +14,7 @@ from cas_ckpt.errors import PeerError
 
 RULES: list[dict[str, Any]] = [
     {"fuse": ["q", "k"], "to": "qk", "groups": 2},
+    {"fuse": ["v", "w"], "to": "vw"},  # there are ranks that want the second one alone
     {"interleave": "woven", "shape": [9, 2, -1]},
     {"interleave": "unwoven", "shape": [9, -1, 2]},
     {"transpose": "turned"},
@@ -27,7 +28,8 @@ def stored() -> dict[str, torch.Tensor]:
     """Tensors in one chunk, in several, and in the tree itself."""
     torch.manual_seed(1)
     sizes = {"q": (1200, 700), "k": (600, 700), "woven": (5400, 400), "unwoven": (5400, 400), "turned": (1300, 900),
-             "both": (1400, 1000), "cast": (1100, 1001), "named": (900, 900), "small": (6, 3)}  # fmt: skip
+             "both": (1400, 1000), "cast": (1100, 1001), "named": (900, 900), "small": (6, 3),
+             "v": (800, 500), "w": (800, 500)}  # fmt: skip
     return {name: torch.randn(size) for name, size in sizes.items()}
 
 
@@ -37,7 +39,7 @@ def wanted() -> dict[str, torch.Tensor]:
     q, k = have["q"].chunk(2), have["k"].chunk(2)
     gate, up = have["both"].chunk(2)
     return {
-        "qk": torch.cat([q[0], k[0], q[1], k[1]]),
+        "qk": torch.cat([q[0], k[0], q[1], k[1]]), "vw": torch.cat([have["v"], have["w"]]),
         "woven": have["woven"].reshape(9, 2, 300, 400).transpose(1, 2).reshape(5400, 400),
         "unwoven": have["unwoven"].reshape(9, 300, 2, 400).transpose(1, 2).reshape(5400, 400),
         "turned": have["turned"].T, "gate": gate, "up": up, "cast": have["cast"].bfloat16(), "renamed": have["named"],
