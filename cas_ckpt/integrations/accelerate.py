@@ -29,7 +29,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
-from cas_ckpt import CkptError, CommitInfo, InvalidInputError, PerRank, Repository, RNGState, StorageError
+from cas_ckpt import CommitInfo, InvalidInputError, PerRank, Repository, RNGState, StorageError
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.integrations.ranks import Ranks
 
@@ -104,7 +104,7 @@ class _Saves:
             repository = Repository.open(repository, create=True)
         self.repository = repository
         self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._branch = branch or self.repository.default_branch
         self._fails = on_save_error == "raise"
 
@@ -113,7 +113,7 @@ class _Saves:
         self.last_error = None
         try:
             save()
-        except CkptError as error:
+        except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
             if self._fails:
                 raise

@@ -116,7 +116,7 @@ class CasCallback(TrainerCallback):
         check_choice("on_save_error", on_save_error, OnSaveError)
         self.repository = repository if isinstance(repository, Repository) else None
         self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._path = None if isinstance(repository, Repository) else repository
         self._branch = branch
         self._raise = on_save_error == "raise"
@@ -208,7 +208,7 @@ class CasCallback(TrainerCallback):
                 {**_live_objects(**live), "trainer": trainer}, step=state.global_step, metrics=metrics, meta=meta,
                 branch=self._branch, frozen=self._frozen,
             )  # fmt: skip
-        except CkptError as error:
+        except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
             if self._raise:
                 raise

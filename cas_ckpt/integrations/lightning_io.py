@@ -161,7 +161,7 @@ class CasCheckpointIO(TorchCheckpointIO):
             self._saves, self._may_remove = self._saves + 1, False
         try:
             self._commit(checkpoint, file)
-        except (CkptError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
             self._note_failure(file, error)
             self._raise_earlier()
 

@@ -82,7 +82,7 @@ class CasCheckpoints:
             repository = Repository.open(place, create=True)
         self.repository = repository
         self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._branch = branch or repository.default_branch
         self._run = self._ranks.from_first(lambda: f"{context.get_experiment_name()} {uuid4()}")
         self._left: str | None = None
@@ -124,7 +124,7 @@ class CasCheckpoints:
                 meta={RUN: self._run},
                 options=CommitOptions(create=True, orphan=self.last_commit is None, lineage=lineage),
             )  # fmt: skip
-        except CkptError as error:
+        except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
             if self._on_save_error == "raise":
                 raise

@@ -29,7 +29,6 @@ from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 
 from cas_ckpt import (
-    CkptError,
     CommitInfo,
     CommitOptions,
     InvalidInputError,
@@ -89,7 +88,7 @@ class CasCheckpointManager:
         if given:
             raise InvalidInputError(f"{', '.join(given)}: a commit has no files, leave this out")
         self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._config = config
         self._raise = on_save_error == "raise"
         self._pending: PendingCommit | None = None
@@ -215,7 +214,7 @@ class CasCheckpointManager:
     def _attempt(self, save: Callable[[], CommitInfo | PendingCommit | None]) -> None:
         try:
             made = save()
-        except CkptError as error:
+        except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
             if self._raise:
                 raise

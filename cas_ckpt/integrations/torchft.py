@@ -91,7 +91,7 @@ class CasTransport(CheckpointTransport[T]):
         self.repository = Repository.open(repository, create=True, group=None)
         self._sender = uuid4().hex
         self.branch = branch or f"torchft-{self._sender}"
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._state_dict = state_dict
         self._raise = on_save_error == "raise"
         self._pending: PendingCommit | None = None
@@ -110,7 +110,7 @@ class CasTransport(CheckpointTransport[T]):
         for each in before:
             try:
                 each()
-            except CkptError as error:
+            except Exception as error:  # noqa: BLE001 - what a commit in the background raised
                 self._failed(error)
                 if self._pending is not None:  # it goes on, and another one would wait for it
                     return
@@ -121,7 +121,7 @@ class CasTransport(CheckpointTransport[T]):
                 message=f"for the replicas {dst_ranks}", options=CommitOptions(create=True, orphan=True),
                 meta={SENDER: self._sender, DIVIDED: [list(path) for path, _ in _parts(state_dict)]},
             )  # fmt: skip
-        except CkptError as error:
+        except Exception as error:  # noqa: BLE001 - a state_dict may raise anything, on one rank alone
             self._failed(error)
 
     def disallow_checkpoint(self) -> None:
@@ -129,7 +129,7 @@ class CasTransport(CheckpointTransport[T]):
         if self._pending is not None and self._pending.done():
             try:
                 self._settle()
-            except CkptError as error:
+            except Exception as error:  # noqa: BLE001 - what a commit in the background raised
                 self._failed(error)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -185,7 +185,7 @@ class CasTransport(CheckpointTransport[T]):
         if self.repository.latest(self.branch) is not None:
             self.repository.forget(Policy(keep_last=1), branches=self.branch, gc=True)
 
-    def _failed(self, error: CkptError) -> None:
+    def _failed(self, error: Exception) -> None:
         self.last_error = error
         if self._raise:
             raise error

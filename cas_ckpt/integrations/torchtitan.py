@@ -124,7 +124,7 @@ class CasCheckpointManager(BaseCheckpointManager):
             raise InvalidInputError("last_save_in_hf: torchtitan has no names of Hugging Face for this model")
         self.states = states
         self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._config = config
         self._files: Any = None
         self._live = {
@@ -212,7 +212,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         self.last_error = None
         try:
             made = save()
-        except CkptError as error:
+        except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
             if self._config.on_save_error == "raise":
                 raise

@@ -89,3 +89,30 @@ def train_rank(folder: str, kill_at: int | None, seed: int, kill_in: str, sharde
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "2"})
     return train(Path(folder), kill_at, seed, kill_in=kill_in, sharded=sharded)
+
+
+class Odd:
+    """An object of a user whose state cannot be had on one rank."""
+
+    is_fine = False
+
+    def state_dict(self) -> dict[str, int]:
+        if torch.distributed.get_rank() == 1 and not self.is_fine:
+            raise ValueError("sorry")
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def fail_on_one_rank(folder: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    accelerator, model, *_ = prepared()
+    checkpoints = CasCheckpoints(accelerator, Path(folder) / "ckpts", model=model, odd=Odd())
+    assert checkpoints.save(1) is None
+    errors = [type(checkpoints.last_error).__name__]
+    Odd.is_fine = True
+    saved = checkpoints.save(2)
+    assert saved is not None and saved.step == 2 and checkpoints.last_error is None
+    return errors

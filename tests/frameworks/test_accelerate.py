@@ -60,6 +60,11 @@ def test_two_ranks_of_which_one_is_killed_go_on_exactly_sharded_or_not(tmp_path:
         assert len(commits) == 3 and [each.root for each in commits] == [each.root for each in whole]
 
 
+def test_what_one_rank_fails_of_ends_the_training_of_none(tmp_path: Path) -> None:
+    errors = results(run_processes(2, "tests.frameworks.accelerate_cases:fail_on_one_rank", str(tmp_path)))
+    assert errors == [["PeerError"], ["ValueError"]]
+
+
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
     whole = roots_of("Accelerate", tmp_path / "whole")
     assert len(whole) == 9 and roots_of("Accelerate", tmp_path / "killed", kill_at=4) == whole
