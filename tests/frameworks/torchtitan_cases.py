@@ -168,7 +168,11 @@ class KillAt:
         def watched(step: int, last_step: bool = False) -> bool:
             if step == self.step and self.path is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.armed = self.armed or step == self.step
+            if step == self.step:
+                pending = trainer.checkpointer.save_future
+                if pending is not None:  # what was saved before is to be whole
+                    pending.exception()
+                self.armed = True
             return save(step, last_step=last_step)
 
         trainer.checkpointer.save = watched
