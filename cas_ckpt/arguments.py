@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 # --- closed choices ---
 
-ExportFormat: TypeAlias = Literal["safetensors", "torch", "dcp", "trainer", "accelerate"]
+ExportFormat: TypeAlias = Literal[
+    "safetensors", "torch", "dcp", "trainer", "accelerate", "deepspeed", "lightning", "torch_checkpointing"
+]
 """What an export writes."""
 
 UsageBy: TypeAlias = Literal["commit", "branch", "tensor", "dtype"]

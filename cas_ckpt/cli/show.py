@@ -425,10 +425,10 @@ PARTLY = 3
 def import_(settings: Settings, /, path: str, **options: Any) -> int:
     """Commit what a file or a model folder holds.
 
-    PATH is a .pt, .pth, .bin or .safetensors file, the folder of a Hugging Face model, sharded or
-    not, a checkpoint of its Trainer or of Accelerate, or a folder that torch.distributed.checkpoint
-    or torchsnapshot saved, from however many ranks. The files are read in pieces. A pickle that
-    would run code is refused, never run.
+    PATH is a .pt, .pth, .bin, .ckpt or .safetensors file, the folder of a Hugging Face model, sharded or
+    not, a checkpoint of its Trainer, of Accelerate, DeepSpeed or torch_checkpointing, or a folder that
+    torch.distributed.checkpoint or torchsnapshot saved, from however many ranks. The files are read in
+    pieces. A pickle that would run code is refused, never run.
 
     Of a folder, the model goes under model/, the states beside it under optim/, scheduler/, scaler/,
     rng/RANK/ and the like, small files under files/. What is left out is named, and the exit code is 3 then.
@@ -519,9 +519,9 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
     """Write a commit to PATH as safetensors, or as torch.save or torch.distributed.checkpoint would.
 
     A PATH that ends in .safetensors, .pt, .pth or .bin becomes that file; any other name a folder
-    of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads. With
-    --format trainer or accelerate an imported checkpoint becomes the folder again that transformers'
-    Trainer or Accelerate resumes from. Every byte is verified.
+    of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads. With the
+    name of a framework as --format an imported checkpoint becomes the folder again that transformers'
+    Trainer, Accelerate, DeepSpeed, Lightning or torch_checkpointing resumes from. Every byte is verified.
     """
     _export(settings, revision, path, options)
 

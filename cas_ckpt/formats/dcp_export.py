@@ -20,7 +20,7 @@ import pickle
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import IO, Any
 
@@ -42,7 +42,15 @@ from cas_ckpt.dcp.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.formats.folders import OutputFiles
-from cas_ckpt.formats.safetensors import DEFAULT_SHARD_BYTES, ExportInfo, bands, least_export_bytes
+from cas_ckpt.formats.safetensors import (
+    DEFAULT_SHARD_BYTES,
+    NOTHING_BESIDE,
+    Beside,
+    ExportInfo,
+    bands,
+    check_side_files,
+    least_export_bytes,
+)
 from cas_ckpt.formats.torch_file import save_torch
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.memory import check_memory
@@ -99,6 +107,7 @@ class _Content:
 def export_dcp(
     handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, max_shard_bytes: int | None,
     keys: str | Sequence[str] | None, force: bool, progress: Progress, tree: Container | None = None,
+    beside: Beside = NOTHING_BESIDE,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
 
@@ -109,6 +118,7 @@ def export_dcp(
         max_shard_bytes: Tensor bytes of a file, about and at most; 5 GB by default.
         force: Take the place of a checkpoint that is there.
         tree: The state under other names; as it is stored if None.
+        beside: Entries that go into files of their own; its models are not written.
     Raises:
         UnsupportedValueError: an entry that DCP cannot hold, or two of one flat key; by its key.
         InvalidInputError: a bad limit. NotFoundError: a pattern matches nothing.
@@ -117,13 +127,16 @@ def export_dcp(
     """
     check_memory(least_export_bytes(2 * CHUNK_BYTES), "an export as a DCP folder")
     place = FilePath(path)
-    state = load_tree(handle, Digest(row.root)) if tree is None else tree
-    content = _collect(handle, select(state, KeyPatterns(keys)))
+    state = select(load_tree(handle, Digest(row.root)) if tree is None else tree, KeyPatterns(keys))
+    children = {name: item for name, item in state.children.items() if name not in beside.entries}
+    content = _collect(handle, replace(state, children=children))
     files = _plan(content.tensors, DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
     old, names = _names(place, len(files), force=force)
     metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=row.digest.hex()), private(DCP_VERSION))
     total_bytes = sum(tensor.spec.num_bytes for tensor in content.tensors.values())
-    with phase(progress, "writing", total_bytes), OutputFiles(place, [*names, METADATA_NAME], force=force) as output:
+    check_side_files(beside.writers, [*names, METADATA_NAME])
+    every = [*names, *beside.writers, METADATA_NAME]
+    with phase(progress, "writing", total_bytes), OutputFiles(place, every, force=force) as output:
         objects = content.objects  # all of them go to the first file
         for name, chunks in zip(names, files, strict=True):
             with output.open(name) as file:
@@ -135,12 +148,15 @@ def export_dcp(
                 for chunk, array in zip(chunks, arrays, strict=True):
                     progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key], array))
             objects = {}
+        for name, write in beside.writers.items():
+            with output.open(name) as file:
+                write(file)
         with output.open(METADATA_NAME) as file:
             pickle.dump(metadata, file)  # what the format is; it is never unpickled here
     for unnamed in old:
         with suppress(OSError):  # nothing names it any more: one that stays does no harm
             unnamed.unlink()
-    return ExportInfo(tuple(str(place / name) for name in (*names, METADATA_NAME)), len(content.tensors), total_bytes)
+    return ExportInfo(tuple(str(place / name) for name in every), len(content.tensors), total_bytes)
 
 
 # --- what becomes an item -------------------------------------------------------------------

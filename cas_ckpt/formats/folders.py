@@ -207,13 +207,13 @@ MOST_UNNAMED = 200
 
 
 class OutputFiles:
-    """A set of files of one folder in the making; a context manager that publishes on success.
+    """A set of files of one folder, and of folders in it, in the making; a context manager that publishes on success.
 
     1. every name is checked to be free
     2. each file is written without a name, and synced
     3. all get their names, in order; the folder is synced
 
-    An error removes the names that step 3 gave, and a folder that was made; a crash before 3 leaves no file (of those
+    An error removes the names that step 3 gave, and folders that were made; a crash before 3 leaves no file (of those
     beyond `MOST_UNNAMED` it leaves temporaries).
     A crash in 3 leaves whole files, perhaps not all: the last one given is the one to trust.
     """
@@ -227,7 +227,8 @@ class OutputFiles:
         self._folder = folder
         self._force = force
         self._written: list[tuple[UnnamedFile, Path]] = []
-        self._made_folder = False
+        self._folders = sorted({folder, *((folder / name).parent for name in names)})
+        self._made: list[Path] = []
         if folder.exists() and not folder.is_dir():
             raise InvalidInputError(f"{folder} is not a folder: choose another place")
         for path in (folder / name for name in names):
@@ -238,9 +239,10 @@ class OutputFiles:
 
     def __enter__(self) -> OutputFiles:
         with self._translating(self._folder):
-            if not self._folder.is_dir():
-                make_folders(self._folder)
-                self._made_folder = True
+            for folder in self._folders:
+                if not folder.is_dir():
+                    make_folders(folder)
+                    self._made.append(folder)
         return self
 
     def __exit__(
@@ -290,7 +292,8 @@ class OutputFiles:
                         raise _exists(path) from None
                 named.append(path)
             with self._translating(self._folder):
-                sync_folder(self._folder)
+                for folder in self._folders:
+                    sync_folder(folder)
         except BaseException:
             if not self._force:  # what `force` replaced cannot be brought back
                 _remove(named)
@@ -299,9 +302,9 @@ class OutputFiles:
     def _discard(self) -> None:
         for made, _ in self._written:
             made.discard()
-        if self._made_folder:
+        for folder in reversed(self._made):
             with suppress(OSError):
-                self._folder.rmdir()
+                folder.rmdir()
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -6,6 +6,7 @@
              adapter_model.safetensors, adapter_model.bin
              config.json, tokenizer files ...                   side files
              optimizer.pt, scheduler.pt, rng_state.pth ...      parts of a training state
+             latest                                             of DeepSpeed: names the folder that its files are in
 
 Beside what DCP saved in a folder there may be side files and parts, too.
 
@@ -74,6 +75,23 @@ INDEX_SUFFIX = ".index.json"
 _FOLDER_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _SIDE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py"})
 
+LATEST = "latest"
+"""The file of DeepSpeed that names the folder that its other files are in."""
+
+PLAIN_PICKLE = "metadata.pkl"
+"""A file of torch_checkpointing that is a pickle of plain values."""
+
+DEEPSPEED: tuple[tuple[str, str], ...] = (  # by rank of data and of model parallelism
+    ("mp_rank_{}_model_states.pt", "model_states/mp_{}"),
+    ("zero_pp_rank_{}_mp_rank_{}_model_states.pt", "model_states/dp_{}_mp_{}"),
+    ("layer_{}-model_states.pt", "model_states/layer_{}"),
+    ("layer_{}-model_{}-model_states.pt", "model_states/layer_{}_mp_{}"),
+    ("layer_{}_expert_{}_mp_rank_{}_model_states.pt", "model_states/layer_{}_expert_{}_mp_{}"),
+    ("zero_pp_rank_{}_mp_rank_{}_optim_states.pt", "optim_states/dp_{}_mp_{}"),
+    ("bf16_zero_pp_rank_{}_mp_rank_{}_optim_states.pt", "optim_states/bf16_dp_{}_mp_{}"),
+    ("expp_rank_{}_mp_rank_{}_optim_states.pt", "optim_states/expert_{}_mp_{}"),
+)
+
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "trainer": (  # of Hugging Face; one random state per rank
         ("optimizer.pt", "optim"),
@@ -82,6 +100,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("training_args.bin", "training_args"),
         ("rng_state.pth", "rng/0"),
         ("rng_state_{}.pth", "rng/{}"),
+        *DEEPSPEED,
     ),
     "accelerate": (  # what there is several of is numbered from the second on
         ("optimizer.bin", "optim"),
@@ -97,18 +116,35 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("pytorch_model_{}.bin", "model_{}"),
         ("random_states_{}.pkl", "rng/{}"),
         ("custom_checkpoint_{}.pkl", "custom/{}"),
+        *DEEPSPEED,
     ),
-    "beside DCP": (("meta.pt", "meta"), ("common.pt", "common")),  # of Lightning, and of Megatron
+    "deepspeed": DEEPSPEED,
+    "torch_checkpointing": ((PLAIN_PICKLE, "sharding"), ("{name}_{}.pt", "{name}/{}")),  # by rank
+    "lightning": (("meta.pt", "meta"),),  # beside what DCP saved
+    "megatron": (("common.pt", "common"),),  # likewise
 }
-"""Framework -> (file, key) of the parts of a training state, as it lays them out in a folder; `{}` is one number."""
+"""Framework -> (file, key) of the parts of a training state, as it lays them out in a folder.
+
+`{}` is one number, `{name}` any name.
+"""
 
 
 def numbered(template: str) -> re.Pattern[str]:
-    """A pattern that has the number of a template of `PARTS` as its group."""
-    return re.compile(re.escape(template).replace(r"\{\}", "([0-9]+)"))
+    """A pattern that has the name and the numbers of a template of `PARTS` as its groups."""
+    return re.compile(re.escape(template).replace(r"\{name\}", "(.+)").replace(r"\{\}", "([0-9]+)"))
 
 
-_PARTS = tuple((numbered(file), key) for rows in PARTS.values() for file, key in rows)
+def filled(template: str, found: re.Match[str]) -> str:
+    """A template of `PARTS` with the name and the numbers that the other one of its row has."""
+    return template.replace("{name}", "{}").format(*found.groups())
+
+
+def _rows(*, is_marked: bool) -> list[tuple[re.Pattern[str], str]]:
+    """The rows for a folder; those of torch_checkpointing, which fit any name, where its mark is."""
+    ours = [rows for framework, rows in PARTS.items() if framework != "torch_checkpointing"]
+    rows = [PARTS["torch_checkpointing"]] if is_marked else ours
+    return [(numbered(file), key) for each in rows for file, key in each]
+
 
 MAX_SIDE_BYTES = 256 * 1024 * 1024
 """Largest side file (a tokenizer has some 30 MB) and index file."""
@@ -119,7 +155,7 @@ class ModelFiles:
     """The files of an import.
 
     Attributes:
-        weights: The weights files, in the order in which they are read.
+        weights: The weights files, in the order in which they are read; none where the parts hold all tensors.
         weight_map: File name by tensor name, if there is an index file.
         side_files: The other files of a folder; empty for a single file.
         is_folder: Whether a folder was given.
@@ -180,30 +216,49 @@ def _checked(files: ModelFiles, folder: FilePath, follow_links: bool) -> ModelFi
 def _find_in_folder(folder: FilePath) -> ModelFiles:
     entries = _listed(folder)
     chosen, files = _find_weights(folder, sorted(name for name, is_dir in entries.items() if not is_dir))
-    return _with_rest(files, folder, entries, chosen)
+    found = _with_rest(files, folder, entries, chosen)
+    if not chosen and not any(key == "sharding" or key.startswith("model_states/") for key in found.parts):
+        wanted = ", ".join(f"{name}, {name}{INDEX_SUFFIX}" for name in _FOLDER_WEIGHTS)
+        raise InvalidInputError(
+            f"{folder}: not a model folder: wanted one of {wanted} in it; or give a weights file itself"
+        )
+    return found
 
 
 def _listed(folder: FilePath) -> dict[str, bool]:
-    """Name of what is in the folder -> whether it is a folder."""
+    """Name of what is in the folder -> whether it is a folder; of that which `latest` names, what is in it."""
     try:
-        return {entry.name: entry.is_dir() for entry in os.scandir(folder)}
+        entries = {entry.name: entry.is_dir() for entry in os.scandir(folder)}
+        tag = latest_tag(read_side_file(folder / LATEST)) if entries.get(LATEST) is False else ""
+        if entries.get(tag):
+            del entries[tag]
+            entries |= {f"{tag}/{entry.name}": entry.is_dir() for entry in os.scandir(folder / tag)}
     except OSError as error:
         raise translated(error, "listing", str(folder)) from error
+    return entries
+
+
+def latest_tag(data: bytes) -> str:
+    """The folder that the file `latest` of DeepSpeed names; empty: it names none."""
+    tag = data.decode(errors="replace").strip()
+    return tag if is_plain_name(tag) else ""
 
 
 def _with_rest(files: ModelFiles, folder: FilePath, entries: Mapping[str, bool], chosen: str = "") -> ModelFiles:
     """`files` with what else is in the folder."""
     names = sorted(name for name, is_dir in entries.items() if not is_dir)
     side_files = tuple(folder / name for name in names if _is_side_file(name))
-    parts = _find_parts(folder, names)
-    taken = {chosen, *(path.name for path in (*files.weights, *side_files, *parts.values()))}
-    rest = [name for name in sorted(entries) if name not in taken and not name.startswith(".")]
-    left_out = tuple(LeftOut(name, _reason(name, chosen, is_dir=entries[name])) for name in rest)
+    rows = _rows(is_marked=PLAIN_PICKLE in names and not files.weights and files.format != "dcp")
+    parts = _find_parts(folder, names, rows)
+    found = (*files.weights, *side_files, *parts.values())
+    taken = {chosen, *(path.relative_to(folder).as_posix() for path in found)}
+    rest = [name for name in sorted(entries) if name not in taken and not name.rpartition("/")[2].startswith(".")]
+    left_out = tuple(LeftOut(name, _reason(name, chosen, rows, is_dir=entries[name])) for name in rest)
     return replace(files, side_files=side_files, parts=parts, left_out=left_out)
 
 
 def _find_weights(folder: FilePath, names: Sequence[str]) -> tuple[str, ModelFiles]:
-    """The weights that are read, and the name of their file, or of the index of their files."""
+    """The weights that are read, and the name of their file, or of the index of their files; empty: there are none."""
     for weights in _FOLDER_WEIGHTS:
         kind = SUFFIXES[FilePath(weights).suffix]
         if weights in names:
@@ -213,27 +268,26 @@ def _find_weights(folder: FilePath, names: Sequence[str]) -> tuple[str, ModelFil
             weight_map = _read_index(folder / index, suffix=FilePath(weights).suffix)
             shards = tuple(folder / shard for shard in sorted(set(weight_map.values())))
             return index, ModelFiles(kind, shards, weight_map, is_folder=True)
-    wanted = ", ".join(f"{name}, {name}{INDEX_SUFFIX}" for name in _FOLDER_WEIGHTS)
-    raise InvalidInputError(
-        f"{folder}: not a model folder: wanted one of {wanted} in it; or give a weights file itself"
-    )
+    return "", ModelFiles("torch", (), is_folder=True)
 
 
-def _find_parts(folder: FilePath, names: Sequence[str]) -> dict[str, FilePath]:
-    """The first file, in the order of `_PARTS`, of each key."""
+def _find_parts(
+    folder: FilePath, names: Sequence[str], rows: Sequence[tuple[re.Pattern[str], str]]
+) -> dict[str, FilePath]:
+    """The first file, in the order of the rows, of each key."""
     parts: dict[str, FilePath] = {}
-    for pattern, key in _PARTS:
+    for pattern, key in rows:
         for name in names:
-            match = pattern.fullmatch(name)
+            match = pattern.fullmatch(name.rpartition("/")[2])
             if match is not None:
-                parts.setdefault(key.format(*match.groups()), folder / name)
+                parts.setdefault(filled(key, match), folder / name)
     return parts
 
 
-def _reason(name: str, weights: str, *, is_dir: bool) -> str:
+def _reason(name: str, weights: str, rows: Sequence[tuple[re.Pattern[str], str]], *, is_dir: bool) -> str:
     if is_dir:
         return "is a folder; import it by its own path if it is a checkpoint"
-    if any(pattern.fullmatch(name) for pattern, _ in _PARTS):
+    if any(pattern.fullmatch(name.rpartition("/")[2]) for pattern, _ in rows):
         return "another file of the folder has the key that it would go under"
     if weights and (FilePath(name).suffix in SUFFIXES or name.endswith(INDEX_SUFFIX)):
         return f"not a known part of a checkpoint; the weights were read from {weights}"
@@ -253,7 +307,9 @@ def check_inside(file: FilePath, folder: FilePath) -> None:
 
 def _is_side_file(name: str) -> bool:
     suffix = FilePath(name).suffix.lower()
-    return suffix in _SIDE_SUFFIXES and not name.startswith(".") and not name.endswith(INDEX_SUFFIX)
+    if "/" in name or name.startswith(".") or name.endswith(INDEX_SUFFIX):
+        return False
+    return suffix in _SIDE_SUFFIXES or name == LATEST
 
 
 def read_json_object(data: bytes) -> dict[str, Any]:

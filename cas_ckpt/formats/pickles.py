@@ -2,6 +2,7 @@
 
     read_pickle         as data: what a pickle names becomes a `Made`, and nothing of it is imported
     read_torch_pickle   as torch.save wrote it: tensors over storages that the caller has, NumPy's arrays of numbers
+    Pickler             writes for torch.save what the latter reads of classes that are not imported
 
 Python's own unpickler reads them, the one in Python: that in C takes memory for every length and place that a few
 bytes claim, and follows a key that nests until the process dies.
@@ -17,7 +18,7 @@ import pickle
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CkptError, InvalidInputError, UnsupportedValueError
+from cas_ckpt.objects.structures import DATACLASS, EnumValue, Named
 from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS
 from cas_ckpt.training.torch_internals import SAFE_GLOBALS, private, typed_storage
 
@@ -98,6 +100,17 @@ def read_pickle(data: bytes, *, allowed: Collection[str], what: str) -> Any:
     """
     found = {name: _ordered if name == "collections.OrderedDict" else _named(name) for name in allowed}
     return _read(_Unpickler(io.BytesIO(data), found, frozenset(allowed), most_bytes(len(data)), what))
+
+
+def plain_pickle(value: Any) -> bytes:
+    """A pickle of plain values, as `read_pickle` reads it.
+
+    Raises:
+        UnsupportedValueError: there are others in it, which whoever unpickles it would make.
+    """
+    data = pickle.dumps(value, protocol=4)
+    read_pickle(data, allowed=(), what="what is to be pickled")
+    return data
 
 
 def read_torch_pickle(stream: Stream, storage: Storage, *, file_bytes: int, what: str) -> Any:
@@ -230,6 +243,25 @@ _CALLED = (*(f"torch._utils._rebuild_{name}" for name in _REBUILDS), *("torch.nn
 _PACKED = 4
 """Quantized elements in a byte, at most."""
 
+_DTENSOR = "torch.distributed.tensor:DTensor"
+_OF_TYPE, _SUBCLASS = "torch._tensor:_rebuild_from_type_v2", "torch._utils:_rebuild_wrapper_subclass"
+
+_KNOWN = frozenset({
+    _DTENSOR, "torch.distributed.device_mesh:DeviceMesh", "torch.distributed._mesh_layout:_FlatLayout",
+    "torch.distributed._mesh_layout:_MeshLayout", "torch.distributed.tensor._dtensor_spec:DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec:ShardOrderEntry", "torch.distributed.tensor._dtensor_spec:TensorMeta",
+    "torch.distributed.tensor.placement_types:Partial", "torch.distributed.tensor.placement_types:Replicate",
+    "torch.distributed.tensor.placement_types:Shard", "torch.distributed.tensor.placement_types:_StridedShard",
+    "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler", "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+    "deepspeed.utils.tensor_fragment:fragment_address",
+})  # fmt: skip
+"""Classes whose instances are attributes alone: they come in as dataclasses do, by their fields."""
+
+_ARGS = "__new__"
+"""The field of what such a class is made of, if it is a tuple or a tensor."""
+
+_ENUMS = frozenset({"deepspeed.runtime.zero.config:ZeroStageEnum"})
+
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, *SPARSE_LAYOUTS.values())}
 
 
@@ -261,7 +293,10 @@ class _TorchUnpickler(_Unpickler):
             "torch._utils._rebuild_sparse_tensor": _sparse, "torch.serialization._get_layout": _layout,
             "torch._utils._rebuild_qtensor": self._quantized,
             "torch._utils._rebuild_parameter_with_state": self._parameter,
+            _SUBCLASS.replace(":", "."): partial(_instance, _DTENSOR),
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": self._on_host,
+            **{name.replace(":", "."): partial(_instance, name) for name in _KNOWN},
+            **{name.replace(":", "."): partial(_member, name) for name in _ENUMS},
         }  # fmt: skip
         self._torch = private(SAFE_GLOBALS)()
         found = {**self._torch, **own}
@@ -279,9 +314,12 @@ class _TorchUnpickler(_Unpickler):
         return typed_storage(self._storage(key, dtype, count), dtype)
 
     def build(self, made: Any, state: Any) -> None:
-        """Give an array of NumPy, or its dtype, the state that is written for it."""
+        """Give an array of NumPy, its dtype, or an instance of a class the state that is written for it."""
         if isinstance(made, _Dtype):
             made.order_is(state)
+            return
+        if isinstance(made, Named) and type(state) is dict and all(type(name) is str for name in state):
+            made.fields.update(state)
             return
         if type(made) is not np.ndarray or made.shape != (0,) or type(state) is not tuple:
             raise ValueError("it gives a state to something that has none")
@@ -303,7 +341,11 @@ class _TorchUnpickler(_Unpickler):
             raise UnsupportedValueError(f"{self.what}: an array of {str(code)[:20]!r}, no numbers: save it otherwise")
         return _Dtype(code)
 
-    def _of_type(self, call: Any, _kind: Any, args: Any, _state: Any) -> Any:
+    def _of_type(self, call: Any, _kind: Any, args: Any, state: Any) -> Any:
+        if call is self.found[_SUBCLASS.replace(":", ".")]:
+            made, (_, slots) = _instance(_DTENSOR, *args[1:]), state
+            self.build(made, slots)
+            return made
         return self.make(call, args)  # attributes of tensors are in no commit
 
     def _parameter(self, data: Any, requires_grad: Any, hooks: Any, _state: Any) -> Any:
@@ -327,6 +369,17 @@ class _TorchUnpickler(_Unpickler):
             raise TypeError("a tensor of another device that is made of no tensor")
         self.count(16 * data.numel())
         return data.to(dtype).requires_grad_(requires_grad)
+
+
+def _instance(name: str, *args: Any) -> Named:
+    return Named(DATACLASS, name, {_ARGS: args} if args else {})
+
+
+def _member(name: str, value: Any) -> EnumValue:
+    if type(value) not in (int, str):
+        raise TypeError("a member of an enum that has no plain value")
+    module, qualname = name.split(":")
+    return EnumValue(module, qualname, value)
 
 
 def _is_tuple_of(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -415,3 +468,57 @@ def _sparse(layout: torch.layout, parts: Any) -> torch.Tensor:
         return torch.sparse_compressed_tensor(rows, columns, values, size, layout=layout, check_invariants=False)
     (at,), known = indices, coalesced[0] if coalesced else None
     return torch.sparse_coo_tensor(at, values, size, is_coalesced=known, check_invariants=False)
+
+
+# --- written again --------------------------------------------------------------------------
+
+
+class _Global(str):
+    """The name of a class or function that is to be written as such."""
+
+    __slots__ = ()
+
+
+class Pickler(pickle._Pickler):
+    """Python's pickler, which writes instances of the known classes by the names of these: they need not be there."""
+
+    dispatch: ClassVar[dict[type, Any]] = {**pickle._Pickler.dispatch}
+    save: Callable[[Any], None]
+    write: Callable[[bytes], Any]
+    memoize: Callable[[Any], None]
+    save_reduce: Callable[..., None]
+
+    def _save_global(self, name: _Global) -> None:
+        self.write(pickle.GLOBAL + name.replace(":", "\n").encode() + b"\n")
+
+    def _save_known(self, value: Named) -> None:
+        made, args = _Global(value.name), value.fields.get(_ARGS, ())
+        state = {name: each for name, each in value.fields.items() if name != _ARGS}
+        if value.name not in _KNOWN:
+            self._save_as_it_is(value)
+        elif value.name == _DTENSOR:
+            parts = (_Global(_SUBCLASS), made, (made, *args), (None, state))
+            self._save_made(value, _Global(_OF_TYPE), parts, pickle.REDUCE)
+        else:
+            self._save_made(value, made, args, pickle.NEWOBJ)
+            if state:
+                self.save(state)
+                self.write(pickle.BUILD)
+
+    def _save_member(self, value: EnumValue) -> None:
+        name = f"{value.module}:{value.qualname}"
+        if name in _ENUMS:
+            self._save_made(value, _Global(name), (value.value,), pickle.REDUCE)
+        else:
+            self._save_as_it_is(value)
+
+    def _save_made(self, value: Any, call: _Global, args: tuple[Any, ...], opcode: bytes) -> None:
+        self.save(call)
+        self.save(args)
+        self.write(opcode)
+        self.memoize(value)
+
+    def _save_as_it_is(self, value: Any) -> None:
+        self.save_reduce(*value.__reduce_ex__(2), obj=value)
+
+    dispatch.update({_Global: _save_global, Named: _save_known, EnumValue: _save_member})

@@ -7,7 +7,8 @@ Out: 1. load the tree; choose by keys; name every tensor
      3. write header and tensors of each shard, verified as they are read, a few rows at a time, in the order and with
         the header that the library writes
      4. side files and index, as Hugging Face has it; then all names at once  (formats/folders.py)
-     Tied tensors are written once per name: the format has no ties.
+     The format has no ties. In a folder, tied tensors are written once, as `save_pretrained` does, and the header says
+     which other names there were, as `save_model` of the library does; a single file has them under each name.
 
 The parser is our own. The safetensors library gives tensors, not file offsets: it maps the file (see formats/folders.py
 for why we do not), keeps the last of two tensors of one name, and cannot give numpy the dtypes that numpy lacks. The
@@ -22,9 +23,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path as FilePath
 from typing import IO, Any
@@ -334,6 +336,7 @@ class _Tensor:
     name: str
     key: str
     stored: StoredTensor
+    other_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +361,7 @@ def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, adapter: str | None = None,
     force: bool = False, progress: Progress = SILENT, beside: Beside = NOTHING_BESIDE,
-    tree: Container | None = None,
+    tree: Container | None = None, aliases: Sequence[Sequence[str]] = (),
 ) -> ExportInfo:  # fmt: skip
     """Write the tensors of the state `root` to `path`, in bounded memory.
 
@@ -377,6 +380,7 @@ def export_safetensors(
         force: Replace files that exist.
         beside: Entries that go into further files of the folder.
         tree: The state under other names; as it is stored if None.
+        aliases: Groups of keys that are one tensor.
     Raises:
         UnsupportedValueError: an entry that safetensors cannot hold, by its key.
         InvalidInputError: two tensors of one name, a bad limit. NotFoundError: a pattern matches nothing.
@@ -390,8 +394,8 @@ def export_safetensors(
     folder, stem = (place.parent, place.stem) if is_file else (place, "model" if adapter is None else ADAPTER_WEIGHTS)
     tree = load_tree(handle, root) if tree is None else tree
     children = select(tree, KeyPatterns(keys)).children
-    metadata = _plain_leaves(handle, children.get(METADATA), str)
-    side_files = None if is_file else _plain_leaves(handle, children.get(FILES), bytes)
+    metadata = plain_leaves(handle, children.get(METADATA), str)
+    side_files = None if is_file else plain_leaves(handle, children.get(FILES), bytes)
     plain: dict[Name, Any] = {METADATA: metadata, FILES: side_files}
     states = {name: item for name, item in children.items() if plain.get(name) is None and name not in beside.entries}
     name_of: Callable[[Path], str | None] = tensor_name
@@ -399,11 +403,13 @@ def export_safetensors(
     if adapter is not None:
         if is_file or max_shard_bytes is not None:
             raise InvalidInputError("PEFT opens an adapter as a folder, not in shards: give a folder and no such limit")
-        kept = _plain_leaves(handle, tree.children.get(FILES), bytes) or {}
+        kept = plain_leaves(handle, tree.children.get(FILES), bytes) or {}
         side_files = {**{name: kept[name] for name in [ADAPTER_CONFIG] if name in kept}, **(side_files or {})}
         name_of, limit = _adapter_names(states, side_files.get(ADAPTER_CONFIG), folder, adapter).get, None
     tensors = _named_tensors(states, name_of)
-    shards = _shard(tensors, limit)
+    if is_file or adapter is not None:
+        aliases = ()
+    shards = _shard(_written_once(tensors, aliases), limit)
     names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [stem + SUFFIX]
@@ -412,17 +418,16 @@ def export_safetensors(
         names, shards = [], []
     for name, entry in beside.models.items():
         names.append(name)
-        shards.append(_named_tensors({entry: children[entry]}, lambda path: tensor_name((MODEL, *path[1:]))))
-    for name in side_files or ():
-        if not is_plain_name(name) or name in index or name in names or name in beside.writers:
-            raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
+        named = _named_tensors({entry: children[entry]}, lambda path: tensor_name((MODEL, *path[1:])))
+        shards.append(_written_once(named, aliases))
+    check_side_files(side_files or (), [*index, *names, *beside.writers])
     writers: dict[str, Callable[[IO[bytes]], object]] = {
         name: partial(_write_shard, handle, shard, metadata=metadata or {}, progress=progress)
         for name, shard in zip(names, shards, strict=True)
     }
     writers |= beside.writers
     for name, data in {**(side_files or {}), **index}.items():  # who finds the index finds everything that it names
-        writers[name] = partial(_write_bytes, data)
+        writers[name] = partial(write_bytes, data)
     total_bytes = sum(_size(shard) for shard in shards)
     with (
         phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
@@ -437,7 +442,7 @@ def export_safetensors(
 # --- what goes where ------------------------------------------------------------------------
 
 
-def _plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) -> dict[str, Any] | None:
+def plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) -> dict[str, Any] | None:
     """The values of a container, if all of them are of `kind` and have names; else None."""
     if not isinstance(item, Container) or item.kind != "dict":
         return None
@@ -516,6 +521,33 @@ def _named_tensors(children: Mapping[Any, Item], name_of: Callable[[Path], str |
     return list(found.values())
 
 
+def check_side_files(names: Iterable[str], others: Collection[str]) -> None:
+    """Refuse names of side files that are those of other files of the folder, or of files elsewhere.
+
+    Raises:
+        InvalidInputError: names the side file.
+    """
+    for name in names:
+        if not is_plain_name(name) or name in others:
+            raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
+
+
+_EMBEDDING = re.compile("embed|wte|shared")
+"""In the name of a layer whose weight others are tied to, in the models of Hugging Face."""
+
+
+def _written_once(tensors: Sequence[_Tensor], aliases: Sequence[Sequence[str]]) -> list[_Tensor]:
+    """`tensors`, of those that are tied one: that of an embedding, the outermost, the first."""
+    found = {tensor.key: tensor for tensor in tensors}
+    for group in aliases:
+        tied = [found.pop(key) for key in group if key in found]
+        names = sorted((not _EMBEDDING.search(each.name), each.name.count("."), each.name) for each in tied)
+        for each in tied:
+            if each.name == names[0][-1]:
+                found[each.key] = replace(each, other_names=tuple(name for _, _, name in names[1:]))
+    return [found[tensor.key] for tensor in tensors if tensor.key in found]
+
+
 def tensor_name(path: Path) -> str:
     """The name in a file of the tensor at `path`."""
     rest = path[1:] if path[0] == MODEL and len(path) > 1 else path
@@ -551,7 +583,8 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
 # --- writing --------------------------------------------------------------------------------
 
 
-def _write_bytes(data: bytes, file: IO[bytes]) -> None:
+def write_bytes(data: bytes, file: IO[bytes]) -> None:
+    """Write all of `data` to an open file."""
     file.write(data)
 
 
@@ -560,8 +593,9 @@ def _write_shard(
     progress: Progress,
 ) -> None:  # fmt: skip
     stored = {tensor.name: tensor.stored for tensor in tensors}
+    ties = {name: tensor.name for tensor in tensors for name in tensor.other_names}
     order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
-    file.write(encode_header(order, {"format": "pt", **metadata}))
+    file.write(encode_header(order, {"format": "pt", **metadata, **ties}))
     keys = {tensor.name: parse_key(tensor.key) for tensor in tensors}
     wanted = ((keys[name], stored[name], box) for name, spec in order for box in bands(spec))
     for array in arrays_in_turn(handle, wanted):

@@ -30,8 +30,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import LeftOut
 from cas_ckpt.core.tree import select, stored_tensors
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.formats import pickles
 from cas_ckpt.formats.folders import FileSource, InputFile, OutputFiles, ReadScratch
-from cas_ckpt.formats.models import MODEL, ModelFiles, placed, side_items
+from cas_ckpt.formats.models import MODEL, PLAIN_PICKLE, ModelFiles, placed, read_side_file, side_items
 from cas_ckpt.formats.pickles import Storage, Stream, most_bytes, read_torch_pickle
 from cas_ckpt.formats.safetensors import ExportInfo
 from cas_ckpt.index.rows import CommitRow
@@ -39,6 +40,7 @@ from cas_ckpt.layout.key_map import KeyMap
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Container, Flavor, Item, TensorItem, with_tensors
+from cas_ckpt.objects.structures import Named
 from cas_ckpt.ops.history.find import list_entries
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import translated
@@ -90,6 +92,9 @@ def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
         InvalidInputError: the file is damaged, or made to harm.
     """
     try:
+        if path.name == PLAIN_PICKLE:
+            content = pickles.read_pickle(read_side_file(path), allowed=(), what=str(path))
+            return capture_state({VALUE: content}).children[VALUE]
         opened = _Opened(path)
         return _tree({VALUE: opened.content}, [opened], allow_pickle=allow_pickle).children[VALUE]
     except UnsupportedValueError as error:
@@ -124,10 +129,18 @@ def export_torch(
     return ExportInfo((str(place),), len(tensors), sum(tensors))
 
 
+def save_part(value: Any, file: IO[bytes], name: str) -> None:
+    """Write what `part_item` reads to an open file called `name`. Raises as `save_torch`."""
+    if name == PLAIN_PICKLE:
+        file.write(pickles.plain_pickle(value))
+    else:
+        save_torch(value, file, name)
+
+
 def save_torch(state: Any, file: IO[bytes], name: str) -> None:
     """torch.save to an open file; what the disk refuses is a StorageError that names it."""
     try:
-        save(state, file)
+        save(state, file, pickle_module=pickles)
     except OSError as error:
         raise translated(error, "writing", name) from error
 
@@ -363,6 +376,8 @@ def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[
         return 1, len(value)
     if isinstance(value, np.ndarray):
         return 1, value.nbytes
+    if isinstance(value, Named):
+        return _extent(value.fields, depth, known)
     if not isinstance(value, (dict, list, tuple, set, frozenset)):
         return 1, 0
     if depth > MAX_DEPTH:

@@ -1,7 +1,8 @@
-"""Writes a commit as the folder of a checkpoint that Trainer of Hugging Face or Accelerate resumes from by itself.
+"""Writes a commit as the folder of a checkpoint that a framework resumes from by itself.
 
 It is the way back of an import: which file each part of a state is in, `PARTS` of formats/models.py says for both.
-Models become safetensors; every other part is read whole and written by torch.save, one after the other.
+Models become safetensors, and what has no file of its own where a framework saves by DCP is saved as DCP does; every
+other part is read whole and written by torch.save, one after the other.
 
 Invariant: nothing is left out in silence: a key that has no file there is an error.
 """
@@ -19,9 +20,29 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import layout_of
 from cas_ckpt.core.tree import load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.formats.models import FILES, METADATA, MODEL, PARTS, SUFFIXES, numbered
-from cas_ckpt.formats.safetensors import SUFFIX, Beside, ExportInfo, export_safetensors
-from cas_ckpt.formats.torch_file import save_torch
+from cas_ckpt.formats.models import (
+    DEEPSPEED,
+    FILES,
+    LATEST,
+    METADATA,
+    MODEL,
+    PARTS,
+    SUFFIXES,
+    filled,
+    is_plain_name,
+    latest_tag,
+    numbered,
+)
+from cas_ckpt.formats.safetensors import (
+    SUFFIX,
+    Beside,
+    ExportInfo,
+    check_side_files,
+    export_safetensors,
+    plain_leaves,
+    write_bytes,
+)
+from cas_ckpt.formats.torch_file import save_part
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
@@ -32,8 +53,14 @@ from cas_ckpt.ops.history.find import list_entries
 from cas_ckpt.progress import Progress
 from cas_ckpt.training.restore.materialize import materialize
 
+BESIDE_DCP = frozenset({"lightning", "megatron"})
+"""Frameworks that save by DCP, and have files beside it."""
+
 GROUPS = frozenset(key.partition("/")[0] for rows in PARTS.values() for _, key in rows if "/" in key)
 """What has a file for each of its entries: "rng", by rank."""
+
+_ANY = "{name}"
+"""Among `GROUPS`: any entry, in a folder of torch_checkpointing."""
 
 
 def export_trainer_folder(
@@ -49,13 +76,17 @@ def export_trainer_folder(
         UnsupportedValueError: a key that is in no file of such a folder. What `export_safetensors` raises. Nothing is
             left at `path` then.
     """
-    if Path(path).suffix in SUFFIXES:
+    if Path(path).suffix in SUFFIXES.keys() - {".ckpt"}:  # Lightning's folders end so, too
         raise InvalidInputError(f"{path}: a checkpoint of {framework} is a folder: give a name without an ending")
     root = Digest(row.root)
     tree = select(load_tree(handle, root), KeyPatterns(keys))
+    side_files = plain_leaves(handle, tree.children.get(FILES), bytes) or {}
+    tag = latest_tag(side_files.get(LATEST, b""))
     parts: dict[KeyPath, str] = {}
-    for part in _parts(tree):
-        file = _file(framework, part, one_rank=_ranks(tree) == 1)
+    for part in _parts(tree, framework):
+        file = _file(framework, part, tag, one_rank=_ranks(tree) == 1)
+        if file is None and framework in BESIDE_DCP:
+            continue
         if file is None:
             raise UnsupportedValueError(
                 f"{render_key(part)}: a folder of {framework} has no file for it: leave it out by keys, or export "
@@ -67,33 +98,50 @@ def export_trainer_folder(
             )
         parts[part] = file
 
-    @lru_cache(maxsize=1)  # the random states of all ranks at once, and nothing beside what is being written
-    def entry(name: Name) -> Any:
-        part = replace(tree, children={name: tree.children[name]})
+    @lru_cache(maxsize=1)  # values of each rank are there at once, and nothing beside what is being written
+    def entry(name: Name, inner: Name | None) -> Any:
+        item = tree.children[name]
+        if isinstance(item, Container) and inner is not None:
+            item = replace(item, children={inner: item.children[inner]})
+        part = replace(tree, children={name: item})
         with naming_forgotten(handle, root):
             fetch = partial(fetch_tensors, handle, progress=progress, unseen=True)
             return materialize(with_values(handle, part), fetch, layout=layout_of(handle, row))[name]
 
     def write(part: KeyPath, file: IO[bytes]) -> None:
-        value = entry(part[0])
-        save_torch(value[part[1]] if len(part) > 1 else value, file, parts[part])
+        item = tree.children[part[0]]
+        is_dict = isinstance(item, Container) and item.kind == "dict"
+        value = entry(part[0], part[1] if is_dict and len(part) > 1 else None)
+        save_part(value[part[1]] if len(part) > 1 else value, file, parts[part])
 
     models = {file: part[0] for part, file in parts.items() if file.endswith(SUFFIX)}
     writers = {file: partial(write, part) for part, file in parts.items() if file not in models}
-    info = export_safetensors(
-        handle, root, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress,
-        beside=Beside(models, writers, frozenset(part[0] for part in parts)),
-    )  # fmt: skip
+    entries = frozenset(part[0] for part in parts)
+    if framework in BESIDE_DCP:
+        from cas_ckpt.formats.dcp_export import export_dcp
+
+        check_side_files(side_files, writers)
+        writers |= {name: partial(write_bytes, data) for name, data in side_files.items()}
+        info = export_dcp(
+            handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress,
+            beside=Beside(writers=writers, entries=entries | ({FILES} if side_files else set())),
+        )  # fmt: skip
+    else:
+        info = export_safetensors(
+            handle, root, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress,
+            beside=Beside(models, writers, entries), aliases=layout_of(handle, row).aliases,
+        )  # fmt: skip
     sizes = [entry.num_bytes for entry in list_entries(handle, root, keys=keys) if entry.shape is not None]
     return replace(info, num_tensors=len(sizes), total_bytes=sum(sizes))
 
 
-def _parts(tree: Container) -> Iterator[KeyPath]:
+def _parts(tree: Container, framework: str) -> Iterator[KeyPath]:
     """The paths of what has a file of its own, beside the first model and the side files."""
+    is_any = any(key.startswith(_ANY) for _, key in PARTS[framework])
     for name, item in tree.children.items():
-        if name in GROUPS and isinstance(item, Container):
+        if (name in GROUPS or is_any) and isinstance(item, Container) and name not in (FILES, "sharding"):
             yield from ((name, inner) for inner in item.children)
-        elif name not in (MODEL, METADATA, FILES):
+        elif name != FILES and (is_any or name not in (MODEL, METADATA)):
             yield (name,)
 
 
@@ -102,11 +150,16 @@ def _ranks(tree: Container) -> int:
     return len(item.children) if isinstance(item, Container) else 0
 
 
-def _file(framework: str, part: KeyPath, *, one_rank: bool) -> str | None:
-    """The file of a part, or None; of several that may hold it the first one. That of one rank has no number."""
+def _file(framework: str, part: KeyPath, tag: str, *, one_rank: bool) -> str | None:
+    """The file of a part, or None; of several that may hold it the first one. That of one rank has no number.
+
+    Args:
+        tag: The folder of DeepSpeed's files.
+    """
     key = "/".join(map(str, part))
     for file, template in PARTS[framework]:
         found = numbered(template).fullmatch(key)
         if found is not None and (one_rank or "/" not in template or "{}" in template):
-            return file.format(*found.groups())
+            folder, name = f"{tag}/" if tag and (file, template) in DEEPSPEED else "", filled(file, found)
+            return folder + name if is_plain_name(name) else None
     return None

@@ -20,7 +20,7 @@ import torch
 
 from cas_ckpt.arguments import ExportFormat, check_choice, check_path
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info
+from cas_ckpt.core.records import LEFT_OUT, ImportInfo, LeftOut, commit_of, import_info, layout_of
 from cas_ckpt.core.revisions import Revision, resolve_trusted
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import is_dcp_folder
@@ -28,6 +28,7 @@ from cas_ckpt.formats.models import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     MODEL,
+    PARTS,
     SUFFIXES,
     ModelFiles,
     files_beside,
@@ -125,7 +126,9 @@ def read_state(
         beside = side_items(files)
     else:
         files, beside = find_model(path, follow_links=follow_links), {}
-        if files.format == "safetensors":
+        if not files.weights:
+            tree = Container("dict", side_items(files))
+        elif files.format == "safetensors":
             tree = model_tree(files)
         else:
             from cas_ckpt.formats.torch_file import torch_tree
@@ -217,8 +220,9 @@ def export_any(
     Args:
         adapter: The adapter of a PeftModel that is to be written, as PEFT does; safetensors alone.
         key_map: What entries are called in the files, and in which shape and dtype they are there.
-        format: "safetensors", "torch", "dcp", "trainer" or "accelerate"; None goes by the end of the name (a folder,
-            and any other name, is safetensors).
+        format: "safetensors", "torch", "dcp", or a framework of which the folder is to be: "trainer", "accelerate",
+            "deepspeed", "lightning" (of shards), "torch_checkpointing"; None goes by the end of the name (a folder, and
+            any other name, is safetensors).
     Raises:
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
         What these raise; nothing is left at `path` then.
@@ -229,15 +233,17 @@ def export_any(
         chosen = check_choice("format", format, ExportFormat)
     row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     told = chosen != "torch"  # that is loaded, which tells
-    tree = None if key_map is None else mapped_tree(handle, Digest(row.root), key_map, keys, told=told).tree
+    mapped = None if key_map is None else mapped_tree(handle, Digest(row.root), key_map, keys, told=told)
+    tree = None if mapped is None else mapped.tree
     if chosen == "safetensors":
+        layout = layout_of(handle, row)
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, adapter=adapter, force=force,
-            progress=progress, tree=tree,
+            progress=progress, tree=tree, aliases=(mapped.layout(layout) if mapped else layout).aliases,
         )  # fmt: skip
     if adapter is not None:
         raise InvalidInputError(f"an adapter is written as safetensors, in a folder, not as {chosen}: give a folder")
-    if chosen in ("trainer", "accelerate"):
+    if chosen in PARTS:
         if key_map is not None:
             raise InvalidInputError(f"a folder of {chosen} has the names of its framework: leave key_map out")
         from cas_ckpt.formats.trainer_folders import export_trainer_folder

@@ -220,10 +220,10 @@ def takes_shapes(owner: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], 
     return not faults
 
 
-def save(state: Any, file: IO[bytes]) -> None:
+def save(state: Any, file: IO[bytes], **given: Any) -> None:
     """torch.save to an open file; raises what a write raised, which torch reports as a position it did not expect."""
     try:
-        torch.save(state, file)
+        torch.save(state, file, **given)
     except RuntimeError as error:
         cause = error.__context__
         if isinstance(cause, (OSError, MemoryError)):

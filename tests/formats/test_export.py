@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.records import commit_of, layout_of
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import (
     ConflictError,
@@ -111,6 +112,36 @@ def test_tied_tensors_are_written_once_per_name(repo: RepositoryHandle, tmp_path
     found = load_file(tmp_path / "m.safetensors")
     assert torch.equal(found["a"], shared)
     assert torch.equal(found["b"], shared)
+
+
+@pytest.mark.parametrize("limit", [None, 6000])
+def test_a_folder_has_tied_tensors_once_and_its_header_names_the_others(
+    repo: RepositoryHandle, tmp_path: Path, limit: int | None
+) -> None:
+    shared, other = torch.randn(40, 30), torch.randn(40, 30)
+    model = {
+        "encoder.embed.weight": shared,
+        "shared.weight": shared,
+        "lm_head.weight": shared,
+        "x.y.b": other,
+        "b": other,
+    }
+    commit_state(repo, {"model": model})
+    export_any(repo, "main", tmp_path / "out", max_shard_bytes=limit)
+    found: dict[str, torch.Tensor] = {}
+    headers: dict[str, str] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(path)
+        with safe_open(path, "pt") as file:
+            headers |= file.metadata()
+    assert found.keys() == {"shared.weight", "b"}
+    ties = {"lm_head.weight": "shared.weight", "encoder.embed.weight": "shared.weight", "x.y.b": "b"}
+    assert headers == {"format": "pt", **ties}
+    import_file(repo, tmp_path / "out", branch="again")
+    aliases = [layout_of(repo, commit_of(repo, resolve(repo, name))).aliases for name in ("main", "again")]
+    assert aliases[0] == aliases[1] != ()
+    export_any(repo, "main", tmp_path / "part", keys=["model/lm_head.weight", "model/b"])
+    assert load_file(tmp_path / "part" / "model.safetensors").keys() == {"lm_head.weight", "b"}
 
 
 def test_keys_choose_what_goes_out_and_others_keep_their_whole_name(repo: RepositoryHandle, tmp_path: Path) -> None:
@@ -217,7 +248,7 @@ def test_a_write_that_torch_sees_fail_is_told_as_what_it_is(
             return len(data)
 
     save = torch.save
-    monkeypatch.setattr(torch, "save", lambda state, file: save(state, FullFile()))
+    monkeypatch.setattr(torch, "save", lambda state, file, **given: save(state, FullFile(), **given))
     with pytest.raises(OutOfSpaceError):
         export_any(repo, "main", tmp_path / "m.pt")
     assert not (tmp_path / "m.pt").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import InvalidInputError, NotFoundError, UnsupportedValueError
 from tests.cli.running import call
+from tests.formats.dcp_folders import fake_rank, save_folder
 from tests.formats.test_import_trainers import same
-from tests.formats.trainer_folders import accelerate_folder, trainer_folder
+from tests.formats.trainer_folders import (
+    accelerate_folder,
+    deepspeed_folder,
+    deepspeeds_classes,
+    torch_checkpointing_folder,
+    trainer_folder,
+)
 
 
 @pytest.fixture
@@ -23,15 +34,18 @@ def repo(tmp_path: Path) -> Repository:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What the files of a folder hold, by name."""
+    """What the files in and below a folder hold, by path."""
     found: dict[str, Any] = {}
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
         if path.suffix == ".safetensors":
-            found[path.name] = load_file(path)
-        elif path.suffix == ".json":
-            found[path.name] = path.read_bytes()
+            found[name] = load_file(path)
+        elif path.name == "metadata.pkl":
+            found[name] = pickle.loads(path.read_bytes())
+        elif path.suffix in (".json", ".py", ""):
+            found[name] = path.is_file() and path.read_bytes()
         else:
-            found[path.name] = torch.load(path, weights_only=False)
+            found[name] = torch.load(path, weights_only=False)
     return found
 
 
@@ -111,3 +125,141 @@ def test_the_command_line_writes_them_too(repo: Repository, tmp_path: Path) -> N
     repo.import_file(tmp_path / "in")
     call("-C", str(tmp_path / "repo"), "export", "HEAD", str(tmp_path / "out"), "--format", "trainer")
     assert same(content(tmp_path / "in"), content(tmp_path / "out"))
+
+
+# --- DeepSpeed, torch_checkpointing, and what saves by DCP ------------------------------------
+
+
+def test_a_folder_of_deepspeed_comes_out_as_it_went_in_though_its_classes_are_nowhere(
+    repo: Repository, tmp_path: Path
+) -> None:
+    deepspeed_folder(tmp_path / "in")
+    imported = repo.import_file(tmp_path / "in")
+    assert imported.left_out == ()
+    loaded = repo.load(imported)
+    assert set(loaded) == {"model_states", "optim_states", "files"}
+    assert set(loaded["optim_states"]) == {"bf16_dp_0_mp_00", "bf16_dp_1_mp_00"}
+    repo.export(imported, tmp_path / "out", format="deepspeed")
+    with deepspeeds_classes():
+        before, after = content(tmp_path / "in"), content(tmp_path / "out")
+        for rank in range(2):
+            name = f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            scalers = [each[name]["optimizer_state_dict"].pop("loss_scaler") for each in (before, after)]
+            assert type(scalers[0]) is type(scalers[1]) and vars(scalers[0]) == vars(scalers[1])
+        assert same(before, after)
+
+
+def test_the_folder_of_one_save_of_deepspeed_comes_in_by_its_own_path(repo: Repository, tmp_path: Path) -> None:
+    deepspeed_folder(tmp_path / "in")
+    repo.import_file(tmp_path / "in" / "global_step3")
+    repo.export("main", tmp_path / "out", format="deepspeed")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in (tmp_path / "in" / "global_step3").iterdir()
+    }
+
+
+@pytest.mark.parametrize("framework", ["trainer", "accelerate"])
+def test_a_trainer_over_deepspeed_has_both_in_its_folder(repo: Repository, tmp_path: Path, framework: Any) -> None:
+    if framework == "trainer":
+        trainer_folder(tmp_path / "in", with_arguments=False)
+    else:
+        accelerate_folder(tmp_path / "in")
+    deepspeed_folder(tmp_path / "deepspeed")
+    shutil.copytree(tmp_path / "deepspeed", tmp_path / "in", dirs_exist_ok=True)
+    strange = [tmp_path / "in" / "global_step3" / "notes.xyz", tmp_path / "in" / "metadata.pkl"]
+    for path in strange:
+        path.write_text("?")
+    imported = repo.import_file(tmp_path / "in")
+    assert [each.name for each in imported.left_out] == ["global_step3/notes.xyz", "metadata.pkl"]
+    repo.export(imported, tmp_path / "out.ckpt", format=framework)
+    for path in strange:
+        path.unlink()
+    with deepspeeds_classes():
+        assert content(tmp_path / "in").keys() == content(tmp_path / "out.ckpt").keys()
+
+
+def test_an_object_of_another_class_keeps_its_file_out_and_is_named(repo: Repository, tmp_path: Path) -> None:
+    deepspeed_folder(tmp_path / "in")
+    torch.save({"args": Path("/")}, tmp_path / "in" / "global_step3" / "mp_rank_01_model_states.pt")
+    imported = repo.import_file(tmp_path / "in")
+    ((name, reason),) = [(each.name, each.reason) for each in imported.left_out]
+    assert name == "mp_rank_01_model_states.pt" and "pathlib.PosixPath" in reason
+    assert repo.log()[0].meta["left_out"].keys() == {name}
+
+
+@pytest.mark.parametrize("latest", ["..", "global_step3/..", "nothing", "", "\xff"])
+def test_latest_names_nothing_but_a_folder_beside_it(repo: Repository, tmp_path: Path, latest: str) -> None:
+    trainer_folder(tmp_path / "in", with_arguments=False)
+    deepspeed_folder(tmp_path / "mp")
+    shutil.copytree(tmp_path / "mp", tmp_path / "in", dirs_exist_ok=True)
+    (tmp_path / "in" / "latest").write_bytes(latest.encode("latin-1"))
+    assert [each.name for each in repo.import_file(tmp_path / "in").left_out] == ["global_step3"]
+    state = {"model_states": {"mp_00": {"step": 1}}, "files": {"latest": latest.encode("latin-1")}}
+    repo.export(
+        repo.commit(state, branch="mine", options=CommitOptions(orphan=True)),
+        tmp_path / "a" / "out",
+        format="deepspeed",
+    )
+    (folder,) = (tmp_path / "a").iterdir()
+    assert folder.name == "out" and (folder / "latest").read_bytes() == latest.encode("latin-1")
+
+
+def test_a_folder_of_torch_checkpointing_comes_out_as_it_went_in(repo: Repository, tmp_path: Path) -> None:
+    torch_checkpointing_folder(tmp_path / "in")
+    imported = repo.import_file(tmp_path / "in")
+    assert imported.left_out == ()
+    assert repo.load(imported)["my_step"] == {"0": 0, "1": 1}
+    repo.export(imported, tmp_path / "out", format="torch_checkpointing")
+    assert same(content(tmp_path / "in"), content(tmp_path / "out"))
+
+
+def test_a_part_that_a_rank_had_of_a_dtensor_comes_out_as_it_went_in(repo: Repository, tmp_path: Path) -> None:
+    with fake_rank(1, 4):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        part = DTensor.from_local(torch.randn(3, 2000), mesh, [Shard(0), Replicate()])
+        torch.save({"w": part, "again": [part]}, tmp_path / "rank_1.pt")
+    repo.export(repo.import_file(tmp_path / "rank_1.pt"), tmp_path / "out.pt")
+    local = repo.load("main", keys="w/_local_tensor")["w"]["_local_tensor"]
+    with fake_rank(1, 4):
+        whole = torch.load(tmp_path / "out.pt", weights_only=False)
+        for found in (whole["w"], *whole["again"]):
+            assert (
+                isinstance(found, DTensor) and found.shape == (6, 2000) and found.placements == (Shard(0), Replicate())
+            )
+            assert torch.equal(found.to_local(), part.to_local()) and found.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert torch.equal(local, part.to_local())
+
+
+@pytest.mark.parametrize("item", ["../out", "a/b", "\n"])
+def test_an_item_whose_name_is_that_of_no_file_is_refused(repo: Repository, tmp_path: Path, item: str) -> None:
+    repo.commit({item: {"0": 1}})
+    with pytest.raises(UnsupportedValueError, match="has no file for it"):
+        repo.export("main", tmp_path / "in" / "out", format="torch_checkpointing")
+
+
+def test_metadata_of_torch_checkpointing_that_wants_to_run_code_is_left_out(repo: Repository, tmp_path: Path) -> None:
+    torch_checkpointing_folder(tmp_path / "in")
+    (tmp_path / "in" / "metadata.pkl").write_bytes(pickle.dumps({"evil": Path("/")}, protocol=4))
+    assert [each.name for each in repo.import_file(tmp_path / "in").left_out] == ["metadata.pkl"]
+
+
+def test_what_lightning_has_beside_dcp_is_beside_it_again(repo: Repository, tmp_path: Path) -> None:
+    state = {"state_dict": {"w": torch.randn(30, 4)}, "optimizer_0": {"state": {"w": {"step": torch.tensor(3.0)}}}}
+    save_folder(tmp_path / "in.ckpt", state)
+    meta = {"epoch": 3, "loops": {"fit": {"at": (1, 2)}}}
+    torch.save(meta, tmp_path / "in.ckpt" / "meta.pt")
+    (tmp_path / "in.ckpt" / "hparams.json").write_text("{}")
+    imported = repo.import_file(tmp_path / "in.ckpt")
+    info = repo.export(imported, tmp_path / "out.ckpt", format="lightning")
+    assert sorted(info.files) == sorted(str(path) for path in (tmp_path / "out.ckpt").iterdir())
+    assert torch.load(tmp_path / "out.ckpt" / "meta.pt") == meta
+    again = repo.import_file(tmp_path / "out.ckpt", branch="again")
+    assert again.root == imported.root
+    for name in ("../mine.json", "meta.pt", ".metadata", "__0_0.distcp"):
+        bad = repo.commit(
+            {"meta": meta, "files": {name: b"x"}},
+            branch="b" + name[-5:].replace(".", ""),
+            options=CommitOptions(orphan=True),
+        )
+        with pytest.raises(InvalidInputError, match="no file of the folder may be called so"):
+            repo.export(bad, tmp_path / "bad" / "out", format="lightning")

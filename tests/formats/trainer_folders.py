@@ -5,8 +5,15 @@ Neither is a dependency: what they save, and under which names, is repeated here
 
 from __future__ import annotations
 
+import enum
+import pickle
 import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -86,3 +93,82 @@ def accelerate_folder(folder: Path) -> dict[str, Any]:
         content[name] = model.state_dict()
         save_file(model.state_dict(), folder / name, metadata={"format": "pt"})
     return content
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------
+
+
+class DynamicLossScaler:
+    """Stands for DeepSpeed's."""
+
+    def __init__(self, init_scale: float) -> None:
+        self.cur_scale, self.scale_window, self.dynamic = init_scale, 1000, True
+
+
+@dataclass
+class fragment_address:  # noqa: N801
+    """Likewise."""
+
+    numel: int
+    start: int
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """Likewise."""
+
+    gradients = 2
+
+
+_HOMES = {
+    "deepspeed.runtime.fp16.loss_scaler": DynamicLossScaler, "deepspeed.utils.tensor_fragment": fragment_address,
+    "deepspeed.runtime.zero.config": ZeroStageEnum,
+}  # fmt: skip
+
+
+@contextmanager
+def deepspeeds_classes() -> Iterator[None]:
+    """Its classes are where its files say that they are."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"}
+    sys.modules.update({name: ModuleType(name) for name in ("deepspeed", *_HOMES)})
+    for name, home in _HOMES.items():
+        home.__module__ = name
+        setattr(sys.modules[name], home.__name__, home)
+    try:
+        yield
+    finally:
+        for name in ("deepspeed", *_HOMES):
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def deepspeed_folder(folder: Path) -> None:
+    """What `engine.save_checkpoint` of two ranks leaves with ZeRO of stage 2, beside other files that may be there."""
+    (folder / "global_step3").mkdir(parents=True)
+    model, optim, scheduler = stepped()
+    shapes = [{name: value.shape for name, value in model.named_parameters()}]
+    model_states = {"module": model.state_dict(), "param_shapes": shapes, "lr_scheduler": scheduler.state_dict()}
+    with deepspeeds_classes():
+        torch.save(model_states, folder / "global_step3" / "mp_rank_00_model_states.pt")
+        for rank in range(2):
+            state = {
+                "loss_scaler": DynamicLossScaler(2.0**rank), "zero_stage": ZeroStageEnum.gradients,
+                "param_slice_mappings": [{"0.weight": fragment_address(30, rank)}],
+                "single_partition_of_fp32_groups": [torch.randn(3000)], "base_optimizer_state": optim.state_dict(),
+            }  # fmt: skip
+            name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, folder / "global_step3" / name)
+    (folder / "latest").write_text("global_step3")
+    (folder / "zero_to_fp32.py").write_text("print()")
+
+
+# --- torch_checkpointing --------------------------------------------------------------------
+
+
+def torch_checkpointing_folder(folder: Path) -> None:
+    """What a `CheckpointManager` of two ranks leaves of items with and without a resharder."""
+    folder.mkdir()
+    sharding = {"metadata": {"model": {"nested": {'["w"]': [{"global_shape": [4], "ranks": (0, 1)}]}}}, "world_size": 2}
+    (folder / "metadata.pkl").write_bytes(pickle.dumps({**sharding, "rank_to_layout_info": {0: None}}, protocol=4))
+    for rank in range(2):
+        torch.save({"w": torch.full((2,), float(rank))}, folder / f"model_{rank}.pt")
+        torch.save(rank, folder / f"my_step_{rank}.pt")

@@ -13,7 +13,7 @@ NEEDED = {"hf": "transformers", "folders": "transformers", "data": "torch", "key
 
 def _framework(path: Path) -> str:
     name = path.stem.removeprefix("test_")
-    return NEEDED.get(name, name)
+    return NEEDED.get(name, name.removeprefix("folders_"))
 
 
 collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if find_spec(_framework(path)) is None]

@@ -99,6 +99,12 @@ def batches(kind: str) -> Any:
     return StatefulDataLoader(rows, batch_size=4, sampler=ByEpoch(len(rows)))
 
 
+def in_order() -> Any:
+    """Batches in the order of the data."""
+    rows = torch.rand(20, 4, generator=torch.Generator().manual_seed(3))
+    return torch.utils.data.DataLoader(rows, batch_size=4)
+
+
 def trainer_of(folder: Path, *callbacks: Any, **given: Any) -> Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     return Trainer(

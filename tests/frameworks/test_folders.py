@@ -12,7 +12,17 @@ pytest.importorskip("transformers")
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from cas_ckpt import CommitOptions, ConflictError, InvalidInputError, Repository
 from cas_ckpt.integrations.hf import CasCallback
@@ -101,3 +111,59 @@ def test_accelerate_loads_an_exported_save(tmp_path: Path) -> None:
     for one, resumed in zip(training[1].parameters(), other[1].parameters(), strict=True):
         assert torch.equal(one, resumed)
     assert training[3].get_last_lr() == other[3].get_last_lr()
+
+
+# --- folders that serve ---------------------------------------------------------------------
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+
+
+def tied_models() -> dict[str, Any]:
+    """Models that tie weights, in different ways."""
+    t5 = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return {
+        "gpt2": lambda: gpt2(1), "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        "t5": lambda: T5ForConditionalGeneration(t5), "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tied_models())
+@pytest.mark.parametrize("max_shard_bytes", [None, 6000])
+def test_a_live_model_becomes_a_folder_with_the_names_of_save_pretrained(
+    tmp_path: Path, name: str, max_shard_bytes: int | None
+) -> None:
+    model = tied_models()[name]().eval()
+    model.save_pretrained(tmp_path / "theirs")
+    with Repository.init(tmp_path / "repo") as repo:
+        committed = repo.commit({"model": model})
+        repo.export(committed, tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+        repo.import_file(tmp_path / "ours", branch="again")
+        assert repo.show("again").aliases == repo.show(committed).aliases != ()
+    ours = {key: value for each in (tmp_path / "ours").glob("*.safetensors") for key, value in load_file(each).items()}
+    assert equal(load_file(tmp_path / "theirs" / "model.safetensors"), ours)
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == (max_shard_bytes is not None)
+    model.config.save_pretrained(tmp_path / "ours")
+    loaded = type(model).from_pretrained(tmp_path / "ours").eval()
+    given = {"input_ids": torch.arange(8)[None]} | (
+        {"decoder_input_ids": torch.arange(8)[None]} if name == "t5" else {}
+    )
+    assert torch.equal(model(**given).logits, loaded(**given).logits)
+
+
+def test_what_a_training_commits_serves_when_it_is_exported(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=1, save_steps=1, report_to="none", use_cpu=True, save_only_model=True
+    )
+    trainer = Trainer(gpt2(1), args, train_dataset=Sentences(), callbacks=[CasCallback(tmp_path / "ckpts")])
+    trainer.train()
+    with Repository.open(tmp_path / "ckpts") as repo:
+        repo.export("main", tmp_path / "served", keys="model")
+    trainer.model.config.save_pretrained(tmp_path / "served")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(trainer.model.eval()(tokens).logits, served.eval()(tokens).logits)
+    trainer.model.save_pretrained(tmp_path / "theirs")
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.export(repo.import_file(tmp_path / "theirs"), tmp_path / "back")
+    for path in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
