@@ -30,7 +30,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ from cas_ckpt.arguments import OnConflict, OnDivergence, ReplicaCheck
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import branch_target, check_meaning
-from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.core.records import CommitInfo, Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_new_name
 from cas_ckpt.dcp.group import (
     RepositoryPlace,
@@ -233,6 +233,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, float] | None = None,
         author: str | None = None,
         meta: Any = None,
+        lineage: Sequence[Lineage] = (),
         process_group: Any = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         no_dist: bool = False,
@@ -248,7 +249,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
         Args:
             repository: A path, a URL, or an open `Repository`.
-            branch, create, orphan, message, step, metrics, author, meta, on_conflict, allow_pickle: As for
+            branch, create, orphan, message, step, metrics, author, meta, lineage, on_conflict, allow_pickle: As for
                 `Repository.commit`. An open `Repository` goes on from what a reader that was given the same one
                 loaded, and a save waits for the commits that its `commit_async` has begun; a path or URL knows of
                 nothing that was loaded or begun, and goes on from the branch.
@@ -265,7 +266,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._place = RepositoryPlace(repository, index_url, cache)
         self._request = CommitRequest(
             branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-            metrics={} if metrics is None else metrics, meta=meta,
+            metrics={} if metrics is None else metrics, meta=meta, lineage=lineage,
             on_conflict=on_conflict, allow_pickle=allow_pickle,
             on_divergence=on_divergence, replica_check=replica_check, replica_audit=replica_audit, verb="dcp.save",
         )  # fmt: skip

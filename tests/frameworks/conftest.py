@@ -8,7 +8,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-NEEDED = {"hf": "transformers", "folders": "transformers", "data": "torch", "key_maps": "transformers"}
+NEEDED = {
+    "hf": "transformers", "folders": "transformers", "data": "torch", "key_maps": "transformers",
+    "megatron": "megatron.core",
+}  # fmt: skip
 
 
 def _framework(path: Path) -> str:
