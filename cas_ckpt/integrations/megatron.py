@@ -25,11 +25,10 @@ import copy
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from cas_ckpt import CkptError, CommitInfo, Lineage, Repository
+from cas_ckpt import CkptError, CommitInfo, Lineage, Repository, register_type
 from cas_ckpt.arguments import OnSaveError, check_choice
-from cas_ckpt.clock import pause
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, PeerError, UnsupportedValueError
 from cas_ckpt.formats.folders import OutputFiles
@@ -68,7 +66,6 @@ COMMON = "common"
 """Key of what Megatron keeps in `common.pt`."""
 
 _AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-_LOOK_S = 0.05
 
 
 class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
@@ -107,7 +104,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         self.last_error: CkptError | None = None
         self._branch = branch or self.repository.default_branch
         self._raise = on_save_error == "raise"
-        self._pending: Any = None
+        self._pending: list[Any] = []
         self._left: str | None = None
         self._ranks = Ranks(dist.new_group(backend="gloo"))  # beside the collectives of the training
         for action in (base.StrategyAction.SAVE_SHARDED, base.StrategyAction.LOAD_SHARDED):
@@ -135,23 +132,20 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> async_utils.AsyncRequest:
         """Begin a commit in the background, and return when the state is copied; collective.
 
-        The request's function ends when the commit does; what is called then on all ranks lets the folder name it. A
-        commit that was begun before is waited for.
+        The request has nothing to be run by another process (none is forked beside a thread that commits): what is
+        called at the end, on all ranks, waits for the commit and lets the folder name it.
 
         Raises:
             CkptError: it cannot be begun, and `on_save_error` is "raise".
         """
         with self._saving(Path(checkpoint_dir)) as folder:
             state, writer = self._begun(sharded_state_dict, folder, copied=True)
-            self._pending = async_save(
+            future: Any = async_save(
                 state, storage_writer=writer, planner=DefaultSavePlanner(**_AS_IT_IS), process_group=self._ranks.pg,
                 async_stager=_Copied(),
             )  # fmt: skip
-            flag = tempfile.mkdtemp(prefix="cas_ckpt_")  # is there as long as the commit goes on
-            self._pending.add_done_callback(lambda _: os.rmdir(flag))
-            return async_utils.AsyncRequest(
-                _wait_for, (flag,), [partial(self._finalize, self._pending, writer, folder)]
-            )
+            self._pending = [future]
+            return async_utils.AsyncRequest(None, (), [partial(self._finalize, future, writer, folder)])
         return async_utils.AsyncRequest(None, (), [])  # the save failed, and was told of
 
     def _finalize(self, pending: Any, writer: CasStorageWriter, folder: Path) -> None:
@@ -161,7 +155,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
 
     def _begun(self, sharded: Any, folder: Path, *, copied: bool = False) -> tuple[dict[str, Any], CasStorageWriter]:
         """What this rank commits, and the writer that does; as `copied`, it may change meanwhile."""
-        self._wait()
+        wait(self._pending)
         state: dict[str, Any] = {}
 
         def collect() -> int | None:
@@ -170,11 +164,17 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
                 if main and isinstance(main[0], ShardedTensor):
                     state[key] = _as_tensor([_held(part, copied=copied) for part in main])
                 elif main:  # in a list: so a tensor is an object, as Megatron means it
-                    values = [part.data for part in main]
+                    values = _storable([part.data for part in main])
                     state[key] = copy.deepcopy(values) if copied else values
             if self._ranks.rank != 0:
                 return None
-            shared = _read_common(folder)
+            try:
+                shared = _storable(common.TorchCommonLoadStrategy().load_common(folder))
+            except Exception as error:
+                raise UnsupportedValueError(
+                    f"{folder}: Megatron cannot load the common state again, call its register_safe_globals(), or keep "
+                    f"to plain values: {error}"
+                ) from error
             if state.setdefault(COMMON, shared) is not shared:
                 raise InvalidInputError(f"a ShardedTensor or ShardedObject has the key {COMMON!r}: give it another")
             return shared["iteration"] if type(shared.get("iteration")) is int else None
@@ -187,8 +187,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         )  # fmt: skip
 
     def _made(self, writer: CasStorageWriter, folder: Path) -> None:
-        if writer.commit is not None:
-            self._ranks.from_first(partial(_write_pointer, folder, writer.commit.id))
+        self._ranks.from_first(partial(_write_pointer, folder, writer.commit))
         self.last_commit, self.last_error, self._left = writer.commit, None, None
 
     @contextmanager
@@ -201,16 +200,9 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             self.last_error = error
             if self._raise:
                 raise
-            before = None if self.last_commit is None else self.last_commit.id
-            _LOGGER.error("a save failed, %s names the commit before it, %s: %s", folder, before, error)  # noqa: TRY400
+            _LOGGER.error("a save failed, %s names the commit before it: %s", folder, error)  # noqa: TRY400
             with suppress(CkptError):
-                self._ranks.from_first(partial(_write_pointer, folder, before, str(error)))
-
-    def _wait(self) -> None:
-        """Return when the commit in the background has ended, however it did."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            wait([pending])
+                self._ranks.from_first(partial(_write_pointer, folder, self.last_commit, str(error)))
 
     # ------------------------------------------------------------ loading
 
@@ -223,7 +215,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             NotFoundError: the folder names no commit, or the commit lacks a key.
             MismatchError: another shape or dtype. CorruptionError: nothing was touched.
         """
-        self._wait()
+        wait(self._pending)
         commit = self._ranks.from_first(lambda: _named(Path(checkpoint_dir)))
         reader = CasStorageReader(self.repository, ref=commit, flatten=False)
         state: dict[str, Any] = {}
@@ -247,7 +239,8 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         newest = self._ranks.from_first(lambda: self.repository.latest(self._branch))
         self._left = None if newest is not None and newest.id == commit else commit
         return dict_list_map_inplace(
-            lambda part: part.data if isinstance(part, ShardedTensor) else state[part.unique_key][0], sharded_state_dict
+            lambda part: part.data if isinstance(part, ShardedTensor) else _restored(state[part.unique_key][0]),
+            sharded_state_dict,
         )
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
@@ -276,26 +269,14 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             NotFoundError: no such commit. StorageError: the folder cannot be written.
         """
         folder = Path(checkpoint_dir)
-        _write_pointer(folder, self.repository.resolve(ref))
+        _write_pointer(folder, self.repository.log(ref, limit=1)[0])
         save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Refuse a folder that names no commit.
-
-        Raises:
-            InvalidInputError: somebody else's strategy has written it.
-        """
-        if loaded_backend != BACKEND:
-            raise InvalidInputError(f"the folder was saved by {loaded_backend!r}: load it without sharded_strategy=")
+        """Nothing to say yet: `load` raises `NotFoundError` for a folder that names no commit."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Refuse what a later version wrote.
-
-        Raises:
-            InvalidInputError: says so.
-        """
-        if loaded_version != VERSION:
-            raise InvalidInputError(f"the folder is of version {loaded_version}: wanted {VERSION}, upgrade cas_ckpt")
+        """Nothing to say: there is one version."""
 
     @contextmanager
     def _own_error(self) -> Iterator[None]:
@@ -303,11 +284,11 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         try:
             yield
         except CheckpointException as error:
-            own = error.failures.get(self._ranks.rank)
-            if own is None:
-                rank, (why, _) = next(iter(error.failures.items()))
-                raise PeerError(f"rank {rank} failed: {why}", tuple(error.failures)) from error
-            raise own[0] if isinstance(own[0], CkptError) else InvalidInputError(str(own[0])) from error
+            rank, (why, _) = next(iter(error.failures.items()))
+            own, _ = error.failures.get(self._ranks.rank, (None, None))
+            if isinstance(own, CkptError):
+                raise own from error
+            raise PeerError(f"rank {rank} failed: {type(why).__name__}: {why}", tuple(error.failures)) from error
 
 
 class _CommonState(common.TorchCommonLoadStrategy):
@@ -320,7 +301,7 @@ class _CommonState(common.TorchCommonLoadStrategy):
         folder = Path(checkpoint_dir)
         if not (folder / POINTER).exists():
             return super().load_common(checkpoint_dir)
-        return self._repository.load(_named(folder), keys=COMMON)[COMMON]
+        return _restored(self._repository.load(_named(folder), keys=COMMON)[COMMON])
 
 
 # ------------------------------------------------------------ the state, as DCP sees it
@@ -359,6 +340,29 @@ def _to_fill(shard: Any, stored: tuple[int, ...]) -> Iterator[Any]:
         yield held
 
 
+@register_type
+@dataclass
+class Items:
+    """A dict with other keys than commits have, such as the tuples of Megatron's optimizer."""
+
+    items: list[tuple[Any, Any]]
+
+
+def _storable(value: Any) -> Any:
+    if type(value) is dict:
+        inside = {key: _storable(each) for key, each in value.items()}
+        return inside if all(type(key) in (str, int) for key in inside) else Items([*inside.items()])
+    return type(value)(map(_storable, value)) if type(value) in (list, tuple) else value
+
+
+def _restored(value: Any) -> Any:
+    if type(value) is Items:
+        return {key: _restored(each) for key, each in value.items}
+    if type(value) is dict:
+        return {key: _restored(each) for key, each in value.items()}
+    return type(value)(map(_restored, value)) if type(value) in (list, tuple) else value
+
+
 def _as_tensor(held: list[Any]) -> Any:
     """What DCP takes for the tensor of which this rank holds these parts."""
     made = [checkpointable.CheckpointableShardedTensor.from_sh_ten(each) for each in held]
@@ -375,9 +379,9 @@ class _Copied(BlockingAsyncStager):
 # ------------------------------------------------------------ folders
 
 
-def _write_pointer(folder: Path, commit: str | None, failed: str | None = None) -> None:
+def _write_pointer(folder: Path, commit: CommitInfo | None, failed: str | None = None) -> None:
     """Let `folder` name a commit, or say that there is none, and remove what Megatron wrote of the common state."""
-    content = {"commit": commit, **({} if failed is None else {"failed": failed})}
+    content = {"commit": None if commit is None else commit.id, **({} if failed is None else {"failed": failed})}
     with OutputFiles(folder, [POINTER], force=True) as output, output.open(POINTER) as file:
         file.write(json.dumps(content, indent=1).encode())
     with suppress(OSError):
@@ -400,26 +404,3 @@ def _named(folder: Path) -> str:
     if not isinstance(commit, str):
         raise NotFoundError(f"{folder}: its save failed, and no commit came before it: {failed}")
     return commit
-
-
-def _read_common(folder: Path) -> dict[str, Any]:
-    path = folder / common.COMMON_STATE_FNAME
-    try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UnsupportedValueError(
-            f"{path}: Megatron could not load it again either, call its register_safe_globals(), or keep to plain "
-            f"values: {error}"
-        ) from error
-    return found
-
-
-def _wait_for(flag: str, owner: int) -> None:
-    """Return when the commit of the process `owner` has ended, or that process; Megatron runs this in another one.
-
-    It imports nothing: that one may be forked while a thread here imports.
-    """
-    with suppress(ProcessLookupError):
-        while os.path.exists(flag):
-            os.kill(owner, 0)  # raises if it is gone
-            pause(_LOOK_S)

@@ -32,6 +32,7 @@ from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_mega
 from megatron.core.safe_globals import register_safe_globals
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch.overrides import TorchFunctionMode
 
 from cas_ckpt import CkptError, CommitInfo, Repository
@@ -102,28 +103,37 @@ class Training:
     """A GPT under Megatron's own data parallel and distributed optimizer, and its state as Megatron-LM has it."""
 
     def __init__(
-        self, *, tp: int = 1, sharding: str = "fully_reshardable", vocab: int = 64, with_rng: bool = True
-    ) -> None:
+        self, *, tp: int = 1, dtype: torch.dtype = torch.float32, sharding: str = "fully_reshardable", vocab: int = 64,
+        with_rng: bool = True,
+    ) -> None:  # fmt: skip
         self.with_rng = with_rng
         on_cpu()
         register_safe_globals()
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(3)
-        parallel_state.initialize_model_parallel(tp)
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(tp)
         config = TransformerConfig(
             num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, attention_dropout=0.0,
-            hidden_dropout=0.0, tensor_model_parallel_size=tp, pipeline_dtype=torch.float32,
+            hidden_dropout=0.0, tensor_model_parallel_size=tp, pipeline_dtype=dtype,
+            params_dtype=dtype, bf16=dtype == torch.bfloat16,
             gradient_accumulation_fusion=False,
         )  # fmt: skip
         model = GPTModel(
             config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=vocab, max_sequence_length=16
         )
+        if config.bf16:
+            model = Float16Module(config, model)
         self.model = DistributedDataParallel(
             config, DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False), model
         )
-        wanted = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
+        wanted = OptimizerConfig(
+            optimizer="adam", bf16=config.bf16, params_dtype=dtype, lr=1e-2, use_distributed_optimizer=True,
+            clip_grad=0.0,
+        )  # fmt: skip
         self.optimizer = get_megatron_optimizer(wanted, [self.model])
+        self.bare = model.module if config.bf16 else model
         self.iteration = 0
         self.about = {
             "distrib_optim_sharding_type": sharding, "singleton_local_shards": False,
@@ -147,7 +157,7 @@ class Training:
         torch.rand(1 + rank)  # so that random states move
 
     def state(self, *, is_loading: bool = False) -> dict[str, Any]:
-        model = self.model.module.sharded_state_dict(metadata=self.about)
+        model = self.bare.sharded_state_dict(metadata=self.about)
         rng = [{"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": np.random.get_state()}]
         shape = (1, parallel_state.get_tensor_model_parallel_world_size())
         offset = (0, parallel_state.get_tensor_model_parallel_rank())
@@ -165,7 +175,7 @@ class Training:
 
     def load(self, folder: str, **given: Any) -> dict[str, Any]:
         found: dict[str, Any] = dist_checkpointing.load(self.state(is_loading=True), folder, **given)
-        self.model.module.load_state_dict(found["model"])
+        self.bare.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])
         self.iteration = found["iteration"]
         if self.with_rng:
@@ -207,8 +217,6 @@ def train(
     asynchronous, steps = asked.pop("asynchronous"), asked.pop("steps")
     training = Training(**asked)
     strategy = CasStrategy(Path(folder) / "ckpts", on_save_error="raise")
-    multiprocessing.current_process().daemon = False  # Megatron forks a process that waits for the commit
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - which it closes: a thread of the tests reads the other one
     queue = AsyncCallsQueue() if asynchronous else None
     last = newest(Path(folder) / "out")
     if last is not None:
@@ -281,7 +289,8 @@ def look(folder: str) -> tuple[Any, ...]:
     named = str(Path(folder) / "named")
     about = dist_checkpointing.load_tensors_metadata(named)
     wanted = training.state(is_loading=True)
-    wanted["model"]["decoder.final_layernorm.bias"].key = "nowhere"
+    wanted["model"].pop("decoder.final_layernorm.bias")
+    wanted["model"]["output_layer.weight"].key = "nowhere"
     _, missing, unexpected = dist_checkpointing.load(wanted, named, strict="return_all")
     return (
         dist_checkpointing.load_common_state_dict(named)["iteration"],
@@ -289,26 +298,40 @@ def look(folder: str) -> tuple[Any, ...]:
         {key: (tuple(each.global_shape), each.dtype) for key, each in about.items()},
         missing,
         unexpected,
-        {key: each.shape for key, each in dist_checkpointing.load_plain_tensors(named).items()},
+        {key for key, each in dist_checkpointing.load_plain_tensors(named).items() if isinstance(each, torch.Tensor)},
     )
 
 
 def errors_of(folder: str) -> list[tuple[str, str]]:
-    """What a load raises: of another model, of a tensor that is not there, of a folder that is not ours."""
-    training, other = Training(), Training(vocab=32)
+    """What a load raises of a tensor of another shape, and of one that is not there."""
+    training = Training()
     CasStrategy(Path(folder) / "ckpts")
-    own = str(newest(Path(folder) / "out"))
-    plain = Path(folder) / "plain"
-    plain.mkdir()
-    training.step()
-    dist_checkpointing.save(training.state(), str(plain))
-    state = training.state()
-    state["model"]["decoder.final_layernorm.bias"].key = "nowhere"
     told = []
-    for wanted, place, strategy in ((other.state(is_loading=True), own, None), (state, own, None)):
+    for key in ("output_layer.weight", "nowhere"):
+        wanted = training.state(is_loading=True)
+        wanted["model"]["decoder.final_layernorm.bias"].key = key
         try:
-            dist_checkpointing.load(wanted, place, strategy)
+            dist_checkpointing.load(wanted, str(newest(Path(folder) / "out")), validate_access_integrity=False)
         except Exception as error:  # noqa: BLE001 - whatever a user would see
             told.append((type(error).__name__, str(error)))
-    assert dist_checkpointing.load(training.state(), str(plain))["iteration"] == 1  # by Megatron's own strategies
     return told
+
+
+def load_another_vocabulary(folder: str, vocab: int) -> torch.Tensor:
+    """The embedding of a model with another one, which Megatron pads."""
+    training = Training(vocab=vocab)
+    CasStrategy(Path(folder) / "ckpts")
+    found = dist_checkpointing.load({"model": training.bare.sharded_state_dict()}, str(newest(Path(folder) / "out")))
+    weight: torch.Tensor = found["model"]["embedding.word_embeddings.weight"]
+    return weight.detach()
+
+
+def save_by_megatron(folder: str, given: dict[str, Any]) -> None:
+    """A folder by Megatron's own strategies, while ours is registered; and it is loaded again."""
+    multiprocessing.current_process().daemon = False  # they start processes
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - which they close: a thread of the tests reads the other one
+    training = Training(**given)
+    CasStrategy(Path(folder) / "ckpts")
+    training.step()
+    training.save(Path(folder) / "out", None)
+    assert training.load(str(Path(folder) / "out" / "iter_0000001"))["iteration"] == 1

@@ -103,7 +103,7 @@ def test_a_training_that_is_killed_between_the_commit_and_its_folder_saves_the_s
 def test_commits_in_the_background_have_the_same_roots_and_go_on_after_a_kill(
     tmp_path: Path, uninterrupted: list[CommitInfo]
 ) -> None:
-    assert kill(tmp_path, 4, "refs/heads", asynchronous=True) == 2
+    assert kill(tmp_path, 4, "refs/heads", asynchronous=True) in (None, 2)
     assert roots(train(tmp_path, asynchronous=True)) == roots(uninterrupted)
 
 
@@ -134,9 +134,17 @@ def test_what_is_saved_by_some_ranks_and_loaded_by_others_has_the_same_root(
 
 
 def test_buckets_of_the_distributed_optimizer_are_saved_and_loaded(tmp_path: Path) -> None:
-    given = {"sharding": "dp_reshardable"}
-    commit = train(tmp_path, size=2, steps=2, **given)[0]
-    assert call("save_again", str(tmp_path), given, size=2)[0] == commit.root
+    given: dict[str, Any] = {"sharding": "dp_reshardable", "dtype": torch.bfloat16, "size": 2}
+    train(tmp_path / "twice", steps=2, **given)
+    for folder in ("twice", "once"):
+        train(tmp_path / folder, steps=4, **given)
+    weights = []
+    for folder in ("twice", "once"):  # of roots the padding is a part, of which Megatron saves what was in memory
+        with Repository.open(tmp_path / folder / "ckpts", group=None) as repository:
+            weights.append(repository.load("main", keys="decoder.layers*"))
+    assert len(weights[0]) > 8
+    for key, value in weights[0].items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, weights[1][key])
 
 
 # ------------------------------------------------------------ failures
@@ -170,12 +178,28 @@ def test_a_commit_that_is_named_by_its_branch_is_loaded_and_described(
     iteration, content, about, missing, unexpected, plain = call("look", str(place))
     assert (iteration, content) == (4, {"sharding": "fully_reshardable"})
     assert about["decoder.layers.mlp.linear_fc1.weight"] == ((2, 64, 16), torch.float32)
-    assert plain.keys() == about.keys()
-    assert (missing, "decoder.final_layernorm.bias" in unexpected) == ({"nowhere"}, True)
+    assert plain == about.keys()
+    assert (missing, unexpected) == ({"output_layer.weight", "decoder.final_layernorm.bias"}, {"nowhere"})
 
 
 def test_what_does_not_fit_is_refused_by_name(place: Path, uninterrupted: list[CommitInfo]) -> None:
     (shape, text), (absent, key) = call("errors_of", str(place))
     assert (shape, absent) == ("MismatchError", "NotFoundError")
-    assert "embedding.word_embeddings.weight" in text
+    assert text.startswith("output_layer.weight: the commit has it in the shape (64, 16)")
     assert key.startswith("nowhere: the commit ")
+
+
+def test_a_vocabulary_that_is_padded_otherwise_is_cut_or_gets_zeros(
+    place: Path, uninterrupted: list[CommitInfo]
+) -> None:
+    with Repository.open(place / "ckpts", group=None) as repository:
+        whole = repository.read("main", "embedding.word_embeddings.weight")
+    assert torch.equal(call("load_another_vocabulary", str(place), 48), whole[:48])
+    longer = call("load_another_vocabulary", str(place), 80)
+    assert torch.equal(longer[:64], whole)
+    assert not longer[64:].any()
+
+
+def test_other_folders_are_saved_and_loaded_by_megatron_itself(tmp_path: Path) -> None:
+    call("save_by_megatron", str(tmp_path), {})
+    assert (tmp_path / "out" / "iter_0000001" / "common.pt").exists()
