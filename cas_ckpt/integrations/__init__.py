@@ -7,6 +7,7 @@
     lightning.py     `CasModelCheckpoint`, a callback of Lightning's Trainer
     lightning_io.py  `CasCheckpointIO`, where Trainer and Fabric save
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
+    megatron.py      `CasStrategy` for dist_checkpointing of megatron-core, whose folders name commits
     torchft.py       `CasTransport`: replicas heal from commits
     torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
     ray.py           `CasCheckpoints`, what a loop under ray.train saves and resumes by

@@ -10,7 +10,7 @@ from pathlib import Path
 
 NEEDED = {
     "hf": "transformers", "folders": "transformers", "data": "torch", "key_maps": "transformers",
-    "megatron": "megatron.core",
+    "megatron": "megatron",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import random
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from cas_ckpt import CkptError, CommitInfo, Repository
 from cas_ckpt.integrations.megatron import CasStrategy
+from tests.frameworks.programs import program, run
 from tests.frameworks.torch_checkpointing_cases import KillAt
 
 STEPS = 6
@@ -335,3 +337,14 @@ def save_by_megatron(folder: str, given: dict[str, Any]) -> None:
     training.step()
     training.save(Path(folder) / "out", None)
     assert training.load(str(Path(folder) / "out" / "iter_0000001"))["iteration"] == 1
+
+
+def run_program(folder: str, kill_at: int | None) -> None:
+    """The program of docs/integrations.md, as the one rank that torchrun would start."""
+    on_cpu()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    Path(folder).mkdir(exist_ok=True)
+    run(program("Megatron-core"), folder, kill_at)

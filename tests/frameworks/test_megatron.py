@@ -107,6 +107,18 @@ def test_commits_in_the_background_have_the_same_roots_and_go_on_after_a_kill(
     assert roots(train(tmp_path, asynchronous=True)) == roots(uninterrupted)
 
 
+def test_the_program_of_the_docs_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    found = []
+    for kill_at, folder in ((None, tmp_path / "a"), (3, tmp_path / "b")):
+        for number in [None] if kill_at is None else [kill_at, None]:
+            outcome = run_processes(1, f"{CASES}:run_program", str(folder), number, default_backend=None)[0]
+            assert outcome.error == (None if number is None else "killed by SIGKILL"), outcome.trace
+        with Repository.open(folder / "runs" / "ckpts", group=None) as repository:
+            found.append(roots(repository.log()))
+    assert found[0] == found[1]
+    assert [step for step, _ in found[0]] == [20, 15, 10, 5]
+
+
 # ------------------------------------------------------------ ranks
 
 
