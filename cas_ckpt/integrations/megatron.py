@@ -26,7 +26,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,7 +103,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         self.last_error: CkptError | None = None
         self._branch = branch or self.repository.default_branch
         self._raise = on_save_error == "raise"
-        self._pending: list[Any] = []
+        self._pending: Any = None
         self._left: str | None = None
         self._ranks = Ranks(dist.new_group(backend="gloo"))  # beside the collectives of the training
         for action in (base.StrategyAction.SAVE_SHARDED, base.StrategyAction.LOAD_SHARDED):
@@ -144,7 +143,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
                 state, storage_writer=writer, planner=DefaultSavePlanner(**_AS_IT_IS), process_group=self._ranks.pg,
                 async_stager=_Copied(),
             )  # fmt: skip
-            self._pending = [future]
+            self._pending = future
             return async_utils.AsyncRequest(None, (), [partial(self._finalize, future, writer, folder)])
         return async_utils.AsyncRequest(None, (), [])  # the save failed, and was told of
 
@@ -155,7 +154,8 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
 
     def _begun(self, sharded: Any, folder: Path, *, copied: bool = False) -> tuple[dict[str, Any], CasStorageWriter]:
         """What this rank commits, and the writer that does; as `copied`, it may change meanwhile."""
-        wait(self._pending)
+        if self._pending is not None:
+            self._pending.exception()  # when it has ended, however it did
         state: dict[str, Any] = {}
 
         def collect() -> int | None:
@@ -215,7 +215,8 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             NotFoundError: the folder names no commit, or the commit lacks a key.
             MismatchError: another shape or dtype. CorruptionError: nothing was touched.
         """
-        wait(self._pending)
+        if self._pending is not None:
+            self._pending.exception()  # when it has ended, however it did
         commit = self._ranks.from_first(lambda: _named(Path(checkpoint_dir)))
         reader = CasStorageReader(self.repository, ref=commit, flatten=False)
         state: dict[str, Any] = {}
