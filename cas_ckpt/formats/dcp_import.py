@@ -25,6 +25,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, Protocol, TypeAlias
 
@@ -40,6 +41,7 @@ from cas_ckpt.formats.pickles import most_bytes, read_torch_pickle
 from cas_ckpt.formats.torch_file import Saved, check_extent, is_our_byte_order, pickle_stream, torch_members
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
+from cas_ckpt.objects.structures import register_type
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
@@ -76,8 +78,9 @@ def folder_tree(
         what = f"{key} in {place.file}"
         data = item_bytes(files, place, left, what=what)
         left -= len(data) if place.transforms else 0
-        objects[key] = Saved(data, what=what).content()
-        check_extent(objects[key], place.length, what=what)
+        content = Saved(data, what=what).content()
+        check_extent(content, place.length, what=what)
+        objects[key] = storable(content)
     leaves: dict[str, Item] = {}
     for name, item in capture_state(objects, allow_pickle=allow_pickle).children.items():
         leaves[str(name)] = item
@@ -87,6 +90,36 @@ def folder_tree(
     tree = nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
     saved = {place.file.partition("/")[0] for place in metadata.places()}
     return tree, frozenset(saved.union(path.name for path in folder.glob(f"*{DATA_SUFFIX}")))
+
+
+# --- dicts with other keys than commits have ---------------------------------------------------
+
+
+@register_type
+@dataclass(slots=True)
+class Items:
+    """A dict that has such keys as Megatron's distributed optimizer, tuples of dtypes."""
+
+    items: list[tuple[Any, Any]]
+
+
+def storable(value: Any, depth: int = 0) -> Any:
+    """`value` with `Items` in place of such dicts, in dicts, lists and tuples; what is too deep stays as it is."""
+    if depth > MAX_DEPTH:
+        return value
+    if type(value) is dict:
+        inside = {key: storable(each, depth + 1) for key, each in value.items()}
+        return Items([*inside.items()]) if any(type(key) is tuple for key in inside) else inside
+    return type(value)(storable(each, depth + 1) for each in value) if type(value) in (list, tuple) else value
+
+
+def restored(value: Any) -> Any:
+    """What was given to `storable`."""
+    if type(value) is Items:
+        return {key: restored(each) for key, each in value.items}
+    if type(value) is dict:
+        return {key: restored(each) for key, each in value.items()}
+    return type(value)(map(restored, value)) if type(value) in (list, tuple) else value
 
 
 # --- structure ------------------------------------------------------------------------------

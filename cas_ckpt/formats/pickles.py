@@ -16,10 +16,12 @@ import io
 import math
 import pickle
 import re
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
-from types import MappingProxyType
+from pathlib import PosixPath, PurePosixPath
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -260,7 +262,13 @@ _KNOWN = frozenset({
 _ARGS = "__new__"
 """The field of what such a class is made of, if it is a tuple or a tensor."""
 
-_ENUMS = frozenset({"deepspeed.runtime.zero.config:ZeroStageEnum"})
+_ENUMS = frozenset({
+    "deepspeed.runtime.zero.config:ZeroStageEnum", "megatron.core.enums:ModelType",
+    "megatron.core.rerun_state_machine:RerunDiagnostic", "megatron.core.rerun_state_machine:RerunMode",
+    "megatron.core.rerun_state_machine:RerunState", "megatron.core.transformer.enums:AttnBackend",
+    "megatron.core.transformer.enums:CudaGraphScope", "signal:Signals",
+})  # fmt: skip
+"""Their members come in as data, and are looked up by whoever loads them, if the class is imported there."""
 
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, *SPARSE_LAYOUTS.values())}
 
@@ -295,6 +303,7 @@ class _TorchUnpickler(_Unpickler):
             "torch._utils._rebuild_parameter_with_state": self._parameter,
             _SUBCLASS.replace(":", "."): partial(_instance, _DTENSOR),
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": self._on_host,
+            "argparse.Namespace": Namespace, "types.SimpleNamespace": SimpleNamespace, "pathlib.PosixPath": _path,
             **{name.replace(":", "."): partial(_instance, name) for name in _KNOWN},
             **{name.replace(":", "."): partial(_member, name) for name in _ENUMS},
         }  # fmt: skip
@@ -314,13 +323,17 @@ class _TorchUnpickler(_Unpickler):
         return typed_storage(self._storage(key, dtype, count), dtype)
 
     def build(self, made: Any, state: Any) -> None:
-        """Give an array of NumPy, its dtype, or an instance of a class the state that is written for it."""
+        """Give an array of NumPy, its dtype, a namespace or an instance of a class the state that is written for it."""
         if isinstance(made, _Dtype):
             made.order_is(state)
             return
-        if isinstance(made, Named) and type(state) is dict and all(type(name) is str for name in state):
-            made.fields.update(state)
-            return
+        if type(state) is dict and all(type(name) is str for name in state):
+            if isinstance(made, Named):
+                made.fields.update(state)
+                return
+            if type(made) in (Namespace, SimpleNamespace):
+                vars(made).update(state)
+                return
         if type(made) is not np.ndarray or made.shape != (0,) or type(state) is not tuple:
             raise ValueError("it gives a state to something that has none")
         version, shape, named, is_fortran, data = state
@@ -426,6 +439,12 @@ def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
     if any(type(pair) not in (list, tuple) for pair in pairs):
         raise TypeError("an OrderedDict of something else than pairs")
     return OrderedDict(zip(_plain(key for key, _ in pairs), (value for _, value in pairs), strict=True))
+
+
+def _path(*parts: Any) -> PurePosixPath:
+    if any(type(part) is not str for part in parts):
+        raise TypeError("a path of something else than texts")
+    return PosixPath(*parts)
 
 
 def _layout(name: Any) -> torch.layout:

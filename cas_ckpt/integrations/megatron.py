@@ -27,7 +27,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,11 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from cas_ckpt import CkptError, CommitInfo, Lineage, Repository, register_type
+from cas_ckpt import CkptError, CommitInfo, Lineage, Repository
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, PeerError, UnsupportedValueError
+from cas_ckpt.formats.dcp_import import restored, storable
 from cas_ckpt.formats.folders import OutputFiles
 from cas_ckpt.integrations.ranks import Ranks
 
@@ -164,12 +165,12 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
                 if main and isinstance(main[0], ShardedTensor):
                     state[key] = _as_tensor([_held(part, copied=copied) for part in main])
                 elif main:  # in a list: so a tensor is an object, as Megatron means it
-                    values = _storable([part.data for part in main])
+                    values = storable([part.data for part in main])
                     state[key] = copy.deepcopy(values) if copied else values
             if self._ranks.rank != 0:
                 return None
             try:
-                shared = _storable(common.TorchCommonLoadStrategy().load_common(folder))
+                shared = storable(common.TorchCommonLoadStrategy().load_common(folder))
             except Exception as error:
                 raise UnsupportedValueError(
                     f"{folder}: Megatron cannot load the common state again, call its register_safe_globals(), or keep "
@@ -238,9 +239,9 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             load(state, storage_reader=reader, planner=DefaultLoadPlanner(**_AS_IT_IS), process_group=self._ranks.pg)
         self.last_commit = self.repository.log(commit, limit=1)[0]
         newest = self._ranks.from_first(lambda: self.repository.latest(self._branch))
-        self._left = None if newest is not None and newest.id == commit else commit
+        self._left = None if newest is None or newest.id == commit else commit
         return dict_list_map_inplace(
-            lambda part: part.data if isinstance(part, ShardedTensor) else _restored(state[part.unique_key][0]),
+            lambda part: part.data if isinstance(part, ShardedTensor) else restored(state[part.unique_key][0]),
             sharded_state_dict,
         )
 
@@ -257,7 +258,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             if isinstance(about, TensorStorageMetadata):
                 empty = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
                 found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
-            elif key != COMMON:
+            elif "/shard_" in key:  # beside them there are the common state and side files of an import
                 found[key] = ShardedObject.empty_from_unique_key(key)
         return found
 
@@ -302,7 +303,7 @@ class _CommonState(common.TorchCommonLoadStrategy):
         folder = Path(checkpoint_dir)
         if not (folder / POINTER).exists():
             return super().load_common(checkpoint_dir)
-        return _restored(self._repository.load(_named(folder), keys=COMMON)[COMMON])
+        return restored(self._repository.load(_named(folder), keys=COMMON)[COMMON])
 
 
 # ------------------------------------------------------------ the state, as DCP sees it
@@ -339,29 +340,6 @@ def _to_fill(shard: Any, stored: tuple[int, ...]) -> Iterator[Any]:
         held = replace(held, data=data, local_shape=tuple(data.shape), global_shape=stored)
     if held.data.numel():
         yield held
-
-
-@register_type
-@dataclass
-class Items:
-    """A dict with other keys than commits have, such as the tuples of Megatron's optimizer."""
-
-    items: list[tuple[Any, Any]]
-
-
-def _storable(value: Any) -> Any:
-    if type(value) is dict:
-        inside = {key: _storable(each) for key, each in value.items()}
-        return inside if all(type(key) in (str, int) for key in inside) else Items([*inside.items()])
-    return type(value)(map(_storable, value)) if type(value) in (list, tuple) else value
-
-
-def _restored(value: Any) -> Any:
-    if type(value) is Items:
-        return {key: _restored(each) for key, each in value.items}
-    if type(value) is dict:
-        return {key: _restored(each) for key, each in value.items()}
-    return type(value)(map(_restored, value)) if type(value) in (list, tuple) else value
 
 
 def _as_tensor(held: list[Any]) -> Any:

@@ -336,7 +336,24 @@ def save_by_megatron(folder: str, given: dict[str, Any]) -> None:
     CasStrategy(Path(folder) / "ckpts")
     training.step()
     training.save(Path(folder) / "out", None)
-    assert training.load(str(Path(folder) / "out" / "iter_0000001"))["iteration"] == 1
+    with torch.no_grad():
+        assert training.load(str(Path(folder) / "out" / "iter_0000001"))["iteration"] == 1
+
+
+def import_and_go_on(folder: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Import what Megatron wrote, load that by Megatron, and commit it again: what was left out, and what differs."""
+    training = Training(**given)
+    training.step()
+    strategy = CasStrategy(Path(folder) / "ckpts", on_save_error="raise")
+    made = strategy.repository.import_file(Path(folder) / "out" / "iter_0000001", branch="imported")
+    strategy.name_commit(Path(folder) / "named", "imported")
+    known = dist_checkpointing.load_tensors_metadata(str(Path(folder) / "named"))
+    with torch.no_grad():
+        found = training.load(str(Path(folder) / "named"))
+    training.save(Path(folder) / "again", strategy)
+    changed = strategy.repository.diff("imported", "main")
+    kind = found["args"].kind
+    return made.left_out, [each.key for each in changed.entries], kind is ModelType.encoder_or_decoder, len(known)
 
 
 def run_program(folder: str, kill_at: int | None) -> None:

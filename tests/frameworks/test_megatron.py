@@ -212,6 +212,10 @@ def test_a_vocabulary_that_is_padded_otherwise_is_cut_or_gets_zeros(
     assert not longer[64:].any()
 
 
-def test_other_folders_are_saved_and_loaded_by_megatron_itself(tmp_path: Path) -> None:
-    call("save_by_megatron", str(tmp_path), {})
+@pytest.mark.parametrize("given", [{}, {"sharding": "dp_reshardable", "dtype": torch.bfloat16}])
+def test_a_folder_of_megatron_itself_is_imported_whole_and_gone_on_with(tmp_path: Path, given: dict[str, Any]) -> None:
+    call("save_by_megatron", str(tmp_path), given)
     assert (tmp_path / "out" / "iter_0000001" / "common.pt").exists()
+    left_out, changed, is_enum, num_tensors = call("import_and_go_on", str(tmp_path), given)
+    assert (left_out, is_enum, num_tensors > 15) == ((), True, True)
+    assert [key for key in changed if "gbuf" not in key] == ["files/metadata.json"]
