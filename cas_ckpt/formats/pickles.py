@@ -45,7 +45,9 @@ _OPCODES = re.findall(
 )
 """Opcodes that state is written with; among the others are those that ask for memory by a number."""
 
-_MOVED = MappingProxyType({"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"})
+_MOVED = MappingProxyType(
+    {"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray", "pathlib._local": "pathlib"}
+)
 """Modules by the names that older versions write."""
 
 _COPIED_BYTES = 64

@@ -9,6 +9,7 @@ import random
 import sys
 import types
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,14 @@ def test_what_frameworks_put_beside_the_saved_state_comes_in_or_is_named(tmp_pat
     folder = save_folder(tmp_path / "c", {"model": {"w": torch.ones(3)}, "files": {"n": 1}})
     meta = {"epoch": 3, "loops": {"fit_loop": {"total": 7}}, "lr_schedulers": [{"last_epoch": 3, "_last_lr": [0.1]}]}
     torch.save(meta, folder / "meta.pt")  # as Lightning does for FSDP
-    torch.save({"args": argparse.Namespace(lr=0.1)}, folder / "common.pt")  # as Megatron does
+    torch.save({"args": argparse.Namespace(lr=Fraction(1, 10))}, folder / "common.pt")  # as Megatron does
     torch.save({"w": 1}, folder / "else.pt")
     (folder / "config.json").write_text("{}")
     (folder / "__9_0.distcp").write_bytes(b"")  # of a rank that had nothing to save
     with Repository.init("memory://beside") as repo:
         imported = repo.import_file(folder, options=ImportOptions(meta={"by": "me"}))
         assert [each.name for each in imported.left_out] == ["common.pt", "config.json", "else.pt"]
-        assert "argparse.Namespace" in imported.left_out[0].reason
+        assert "fractions.Fraction" in imported.left_out[0].reason
         assert "saved beside it" in imported.left_out[1].reason
         loaded = repo.load()
         assert loaded["meta"] == meta

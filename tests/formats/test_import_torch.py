@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import signal
 import tracemalloc
 import zipfile
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,6 +285,9 @@ LONGER_THAN_SAID: dict[str, Any] = {
                             [torch.zeros(1, 3, dtype=torch.int64), torch.ones(3), (5,)]),
     "number of a tensor": Call(np_scalar, np.dtype("f4"), np.zeros(1, "f4")),
     "state in a list": Call(np_reconstruct, np.ndarray, (0,), b"b", state=[1, (3,), np.dtype("f4"), False, b"a" * 12]),
+    "a path of a number": Call(PosixPath, 7),
+    "a member of an enum that is a list": Call(signal.Signals, [15]),
+    "a namespace with a number as a name": Call(Namespace, state={7: 1}),
     "empty array of a shape": Call(np_reconstruct, np.ndarray, np.zeros(1, int), b"b"),
 }  # fmt: skip
 
@@ -390,13 +396,14 @@ def test_values_that_calls_make_come_in_as_they_are(repo: RepositoryHandle, tmp_
     state = {
         "bytes": b"\x00\xff" * 300, "array": bytearray(b"ab" * 300), "empty": bytearray(), "set": {1, "b"}, "z": 1 + 2j,
         "ordered": OrderedDict([("b", [1]), ("a", torch.ones(2))]), "counter": Counter("abba"), "long": 1 << 200,
-        "size": torch.Size([1 << 40, 2]),
+        "size": torch.Size([1 << 40, 2]), "args": Namespace(lr=0.1, more=SimpleNamespace(path=PosixPath("/a/b"))),
+        "signal": signal.SIGTERM,
         "sparse": torch.eye(3).to_sparse(), "param": torch.nn.Parameter(torch.ones(2)),
     }  # fmt: skip
     for new in (True, False):
         torch.save(state, tmp_path / "s.pt", _use_new_zipfile_serialization=new)
         found = load_state(repo, import_file(repo, tmp_path / "s.pt").id)
-        for name in ("bytes", "array", "empty", "set", "z", "counter", "long", "size"):
+        for name in ("bytes", "array", "empty", "set", "z", "counter", "long", "size", "args", "signal"):
             assert found[name] == state[name]
             assert type(found[name]) is type(state[name])
         assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
