@@ -95,12 +95,14 @@ def folder_tree(
 # --- dicts with other keys than commits have ---------------------------------------------------
 
 
-@register_type
 @dataclass(slots=True)
 class Items:
     """A dict that has such keys as Megatron's distributed optimizer, tuples of dtypes."""
 
     items: list[tuple[Any, Any]]
+
+
+register_type(Items, name="cas_ckpt:Items")
 
 
 def storable(value: Any, depth: int = 0) -> Any:

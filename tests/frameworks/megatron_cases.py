@@ -25,6 +25,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core import optimizer as optimizers
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -237,6 +241,51 @@ def train(
         queue.close()
     with Repository.open(Path(folder) / "ckpts", group=None) as repository:
         return repository.log()
+
+
+def save_and_load_fully_parallel(folder: str) -> tuple[str, list[int]]:
+    """Replicas save and load a part each, as Megatron distributes it; the root, and whether each tensor came back."""
+    training = Training(with_rng=False)
+    strategy = CasStrategy(Path(folder) / "ckpts", on_save_error="raise")
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    training.step()
+    training.step()
+    training.save(Path(folder) / "out", FullyParallelSaveStrategyWrapper(strategy, group))
+    before = {name: value.clone() for name, value in training.bare.state_dict().items() if value is not None}
+    training.step()
+    training.load(str(newest(Path(folder) / "out")), sharded_strategy=FullyParallelLoadStrategyWrapper(strategy, group))
+    assert strategy.last_commit is not None
+    after = training.bare.state_dict()
+    return strategy.last_commit.root, [torch.equal(value, after[name]) for name, value in before.items()]
+
+
+def save_stages(folder: str, number: int) -> str:
+    """The root of a model of which each rank has a stage of the pipeline, from the newest folder if there is one."""
+    on_cpu()
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(1, size)
+    torch.manual_seed(number)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True,
+        pipeline_model_parallel_size=size, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    model = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    strategy = CasStrategy(Path(folder) / "ckpts", on_save_error="raise")
+    last = newest(Path(folder) / "out")
+    dist.barrier()
+    if last is not None:
+        found = dist_checkpointing.load({"model": model.sharded_state_dict()}, last)
+        model.load_state_dict(found["model"])
+    place = Path(folder) / "out" / f"iter_{number}"
+    place.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(place), strategy)
+    assert strategy.last_commit is not None
+    return strategy.last_commit.root
 
 
 def save_again(folder: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
