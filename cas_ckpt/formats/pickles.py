@@ -329,13 +329,14 @@ class _TorchUnpickler(_Unpickler):
         if isinstance(made, _Dtype):
             made.order_is(state)
             return
-        if type(state) is dict and all(type(name) is str for name in state):
-            if isinstance(made, Named):
-                made.fields.update(state)
-                return
-            if type(made) in (Namespace, SimpleNamespace):
-                vars(made).update(state)
-                return
+        if (
+            isinstance(made, (Named, Namespace, SimpleNamespace))
+            and type(state) is dict
+            and {*map(type, state)} <= {str}
+        ):
+            self.count(_COPIED_BYTES * len(state))
+            (made.fields if isinstance(made, Named) else vars(made)).update(state)
+            return
         if type(made) is not np.ndarray or made.shape != (0,) or type(state) is not tuple:
             raise ValueError("it gives a state to something that has none")
         version, shape, named, is_fortran, data = state

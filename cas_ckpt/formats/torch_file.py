@@ -17,10 +17,12 @@ import mmap
 import os
 import sys
 import zlib
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -376,8 +378,8 @@ def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[
         return 1, len(value)
     if isinstance(value, np.ndarray):
         return 1, value.nbytes
-    if isinstance(value, Named):
-        return _extent(value.fields, depth, known)
+    if isinstance(value, (Named, Namespace, SimpleNamespace)):
+        return _extent(value.fields if isinstance(value, Named) else vars(value), depth, known)
     if not isinstance(value, (dict, list, tuple, set, frozenset)):
         return 1, 0
     if depth > MAX_DEPTH:

@@ -101,7 +101,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         check_choice("on_save_error", on_save_error, OnSaveError)
         self.repository = repository if isinstance(repository, Repository) else Repository.open(repository, create=True)
         self.last_commit: CommitInfo | None = None
-        self.last_error: CkptError | None = None
+        self.last_error: Exception | None = None
         self._branch = branch or self.repository.default_branch
         self._raise = on_save_error == "raise"
         self._pending: Any = None
@@ -197,7 +197,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         try:
             with self._own_error():
                 yield folder
-        except CkptError as error:
+        except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
             if self._raise:
                 raise

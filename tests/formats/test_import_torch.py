@@ -31,6 +31,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats import pickles
 from cas_ckpt.formats import torch_file as mapped
 from cas_ckpt.formats.folders import FileSource
+from cas_ckpt.objects.structures import DATACLASS, Named
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
@@ -303,6 +304,9 @@ REPEATED: dict[str, Any] = {
     "an OrderedDict of pairs": lambda: [
         Call(OrderedDict, pairs) for pairs in [{(each, 1) for each in range(1000)}] * 40
     ],
+    "a namespace of names": lambda: [
+        Call(Namespace, state=names) for names in [{str(each): 1 for each in range(1000)}] * 40
+    ],
 }
 
 
@@ -343,6 +347,8 @@ UNFOLDING: dict[str, Callable[[], Any]] = {
     "bytearray": lambda: bytearray(1 << 20),
     "keys": lambda: {LONG: 1},
     "arrays": lambda: np.zeros(1 << 20, np.uint8),
+    "namespace": lambda: Namespace(x=LONG),
+    "instance": lambda: Named(DATACLASS, "a:b", {"x": LONG}),
     "sparse COO": lambda: torch.ones(1 << 16).to_sparse(),
     "sparse CSR": lambda: torch.ones(1 << 8, 1 << 8).to_sparse_csr(),
 }
