@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # --- closed choices ---
 
 ExportFormat: TypeAlias = Literal[
-    "safetensors", "torch", "dcp", "trainer", "accelerate", "deepspeed", "lightning", "torch_checkpointing"
+    "safetensors", "torch", "dcp", "trainer", "accelerate", "deepspeed", "lightning", "megatron", "torch_checkpointing"
 ]
 """What an export writes."""
 

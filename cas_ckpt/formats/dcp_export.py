@@ -42,6 +42,7 @@ from cas_ckpt.dcp.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.formats.folders import OutputFiles
+from cas_ckpt.formats.pickles import Items, is_written
 from cas_ckpt.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     NOTHING_BESIDE,
@@ -107,7 +108,7 @@ class _Content:
 def export_dcp(
     handle: RepositoryHandle, row: CommitRow, path: str | os.PathLike[str], *, max_shard_bytes: int | None,
     keys: str | Sequence[str] | None, force: bool, progress: Progress, tree: Container | None = None,
-    beside: Beside = NOTHING_BESIDE,
+    beside: Beside = NOTHING_BESIDE, flatten: bool = True,
 ) -> ExportInfo:  # fmt: skip
     """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
 
@@ -119,6 +120,7 @@ def export_dcp(
         force: Take the place of a checkpoint that is there.
         tree: The state under other names; as it is stored if None.
         beside: Entries that go into files of their own; its models are not written.
+        flatten: False: each entry at the top is one tensor or one object, as planners that do not flatten have it.
     Raises:
         UnsupportedValueError: an entry that DCP cannot hold, or two of one flat key; by its key.
         InvalidInputError: a bad limit. NotFoundError: a pattern matches nothing.
@@ -129,7 +131,7 @@ def export_dcp(
     place = FilePath(path)
     state = select(load_tree(handle, Digest(row.root)) if tree is None else tree, KeyPatterns(keys))
     children = {name: item for name, item in state.children.items() if name not in beside.entries}
-    content = _collect(handle, replace(state, children=children))
+    content = _collect(handle, replace(state, children=children), flatten=flatten)
     files = _plan(content.tensors, DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
     old, names = _names(place, len(files), force=force)
     metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=row.digest.hex()), private(DCP_VERSION))
@@ -162,11 +164,12 @@ def export_dcp(
 # --- what becomes an item -------------------------------------------------------------------
 
 
-def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
+def _collect(handle: RepositoryHandle, tree: Container, *, flatten: bool) -> _Content:
     decoded = with_values(handle, tree)
     _check_tensors(decoded, ())
     content = _Content()
-    for path, entry in flat_entries(decoded):
+    whole: list[tuple[Path, Any]] = [((str(name),), child) for name, child in decoded.children.items()]
+    for path, entry in flat_entries(decoded) if flatten else whole:
         key = ".".join(map(str, path))
         if key in content.paths:
             raise UnsupportedValueError(f"{render_key(path)}: DCP calls it {key!r}, and another entry: leave one out")
@@ -202,9 +205,9 @@ def _check_object(value: Any, path: Path) -> None:
     """Refuse a value that others cannot load, all the way down, or whose objects do not fit into memory."""
     if isinstance(value, Container | StoredTensor):
         check_bytes(value, NewObjects())  # before anything is written
-        return
     value = value.value if isinstance(value, ValueItem) else value
-    if isinstance(value, (Opaque, EnumValue, Named)):
+    value = value.children if isinstance(value, Container) else value.items if isinstance(value, Items) else value
+    if isinstance(value, Opaque) or (isinstance(value, EnumValue | Named) and not is_written(value)):
         raise UnsupportedValueError(f"{render_key(path)}: a value of a class that is not known here: import its module")
     if isinstance(value, (list, tuple, set, frozenset, Mapping)):
         for part in value.values() if isinstance(value, Mapping) else value:

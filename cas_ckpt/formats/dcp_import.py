@@ -25,7 +25,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, Protocol, TypeAlias
 
@@ -37,11 +36,10 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.dcp_metadata import DATA_SUFFIX, MAX_DECODED_BYTES, Place, SavedChunk, read_folder_metadata
 from cas_ckpt.formats.folders import FileSource, InputFile, ReadScratch, most_read
 from cas_ckpt.formats.models import check_inside
-from cas_ckpt.formats.pickles import most_bytes, read_torch_pickle
+from cas_ckpt.formats.pickles import most_bytes, read_torch_pickle, storable
 from cas_ckpt.formats.torch_file import Saved, check_extent, is_our_byte_order, pickle_stream, torch_members
 from cas_ckpt.objects.spec import Box, Spec, grid_for, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
-from cas_ckpt.objects.structures import register_type
 from cas_ckpt.storage.stored_zip import MAGIC, Member, Read
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
@@ -90,38 +88,6 @@ def folder_tree(
     tree = nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
     saved = {place.file.partition("/")[0] for place in metadata.places()}
     return tree, frozenset(saved.union(path.name for path in folder.glob(f"*{DATA_SUFFIX}")))
-
-
-# --- dicts with other keys than commits have ---------------------------------------------------
-
-
-@dataclass(slots=True)
-class Items:
-    """A dict that has such keys as Megatron's distributed optimizer, tuples of dtypes."""
-
-    items: list[tuple[Any, Any]]
-
-
-register_type(Items, name="cas_ckpt:Items")
-
-
-def storable(value: Any, depth: int = 0) -> Any:
-    """`value` with `Items` in place of such dicts, in dicts, lists and tuples; what is too deep stays as it is."""
-    if depth > MAX_DEPTH:
-        return value
-    if type(value) is dict:
-        inside = {key: storable(each, depth + 1) for key, each in value.items()}
-        return Items([*inside.items()]) if any(type(key) is tuple for key in inside) else inside
-    return type(value)(storable(each, depth + 1) for each in value) if type(value) in (list, tuple) else value
-
-
-def restored(value: Any) -> Any:
-    """What was given to `storable`."""
-    if type(value) is Items:
-        return {key: restored(each) for key, each in value.items}
-    if type(value) is dict:
-        return {key: restored(each) for key, each in value.items()}
-    return type(value)(map(restored, value)) if type(value) in (list, tuple) else value
 
 
 # --- structure ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     read_pickle         as data: what a pickle names becomes a `Made`, and nothing of it is imported
     read_torch_pickle   as torch.save wrote it: tensors over storages that the caller has, NumPy's arrays of numbers
-    Pickler             writes for torch.save what the latter reads of classes that are not imported
+    Pickler             writes for torch.save what the latter reads of classes that are not imported, and `Items`
 
 Python's own unpickler reads them, the one in Python: that in C takes memory for every length and place that a few
 bytes claim, and follows a key that nests until the process dies.
@@ -19,6 +19,7 @@ import re
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import PosixPath, PurePosixPath
 from types import MappingProxyType, SimpleNamespace
@@ -28,7 +29,8 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CkptError, InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.structures import DATACLASS, EnumValue, Named
+from cas_ckpt.objects.structures import DATACLASS, EnumValue, Named, register_type
+from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.tensors import SPARSE_LAYOUTS
 from cas_ckpt.training.torch_internals import SAFE_GLOBALS, private, typed_storage
 
@@ -492,7 +494,45 @@ def _sparse(layout: torch.layout, parts: Any) -> torch.Tensor:
     return torch.sparse_coo_tensor(at, values, size, is_coalesced=known, check_invariants=False)
 
 
+# --- dicts with other keys than commits have ---------------------------------------------------
+
+
+@dataclass(slots=True)
+class Items:
+    """A dict that has such keys as Megatron's distributed optimizer, tuples of dtypes."""
+
+    items: list[tuple[Any, Any]]
+
+
+register_type(Items, name="cas_ckpt:Items")
+
+
+def storable(value: Any, depth: int = 0) -> Any:
+    """`value` with `Items` in place of such dicts, in dicts, lists and tuples; what is too deep stays as it is."""
+    if depth > MAX_DEPTH:
+        return value
+    if type(value) is dict:
+        inside = {key: storable(each, depth + 1) for key, each in value.items()}
+        return Items([*inside.items()]) if any(type(key) is tuple for key in inside) else inside
+    return type(value)(storable(each, depth + 1) for each in value) if type(value) in (list, tuple) else value
+
+
+def restored(value: Any) -> Any:
+    """What was given to `storable`."""
+    if type(value) is Items:
+        return {key: restored(each) for key, each in value.items}
+    if type(value) is dict:
+        return {key: restored(each) for key, each in value.items()}
+    return type(value)(map(restored, value)) if type(value) in (list, tuple) else value
+
+
 # --- written again --------------------------------------------------------------------------
+
+
+def is_written(value: Named | EnumValue) -> bool:
+    """Whether `Pickler` writes it as what it stands for."""
+    name = value.name if isinstance(value, Named) else f"{value.module}:{value.qualname}"
+    return name in _KNOWN or name in _ENUMS
 
 
 class _Global(str):
@@ -534,6 +574,10 @@ class Pickler(pickle._Pickler):
         else:
             self._save_as_it_is(value)
 
+    def _save_items(self, value: Items) -> None:
+        self.save(dict(value.items))
+        self.memoize(value)
+
     def _save_made(self, value: Any, call: _Global, args: tuple[Any, ...], opcode: bytes) -> None:
         self.save(call)
         self.save(args)
@@ -543,4 +587,4 @@ class Pickler(pickle._Pickler):
     def _save_as_it_is(self, value: Any) -> None:
         self.save_reduce(*value.__reduce_ex__(2), obj=value)
 
-    dispatch.update({_Global: _save_global, Named: _save_known, EnumValue: _save_member})
+    dispatch.update({_Global: _save_global, Named: _save_known, EnumValue: _save_member, Items: _save_items})

@@ -10,7 +10,7 @@ Invariant: nothing is left out in silence: a key that has no file there is an er
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import IO, Any
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import layout_of
 from cas_ckpt.core.tree import load_tree, naming_forgotten, select
+from cas_ckpt.dcp.names import is_plain_tensor
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.formats.models import (
     DEEPSPEED,
@@ -58,6 +59,12 @@ BESIDE_DCP = frozenset({"lightning", "megatron"})
 
 GROUPS = frozenset(key.partition("/")[0] for rows in PARTS.values() for _, key in rows if "/" in key)
 """What has a file for each of its entries: "rng", by rank."""
+
+_BACKENDS = {
+    "metadata.json": b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+    b'"common_backend": "torch", "common_backend_version": 1}'
+}
+"""The file that tells Megatron how to load a folder, as Megatron writes it."""
 
 _ANY = "{name}"
 """Among `GROUPS`: any entry, in a folder of torch_checkpointing."""
@@ -121,10 +128,14 @@ def export_trainer_folder(
         from cas_ckpt.formats.dcp_export import export_dcp
 
         check_side_files(side_files, writers)
+        entries |= {FILES} if side_files else set()
+        if framework == "megatron":
+            _check_megatron(tree, entries)
+            side_files = _BACKENDS | side_files
         writers |= {name: partial(write_bytes, data) for name, data in side_files.items()}
         info = export_dcp(
             handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress,
-            beside=Beside(writers=writers, entries=entries | ({FILES} if side_files else set())),
+            beside=Beside(writers=writers, entries=entries), flatten=framework != "megatron",
         )  # fmt: skip
     else:
         info = export_safetensors(
@@ -143,6 +154,24 @@ def _parts(tree: Container, framework: str) -> Iterator[KeyPath]:
             yield from ((name, inner) for inner in item.children)
         elif name != FILES and (is_any or name not in (MODEL, METADATA)):
             yield (name,)
+
+
+def _check_megatron(tree: Container, beside: Set[Name]) -> None:
+    """Refuse what Megatron would find neither as a ShardedTensor nor as a ShardedObject, and a commit without common.
+
+    Args:
+        beside: Entries that have files of their own.
+    """
+    if "common" not in beside:
+        raise UnsupportedValueError(
+            "common: Megatron loads no folder without it, and the commit, or what is chosen by keys, has none: export "
+            "a commit of a CasStrategy, or of an import of Megatron's own folder"
+        )
+    for name, item in tree.children.items():
+        if name not in beside and not is_plain_tensor(item) and "/shard_" not in str(name):
+            raise UnsupportedValueError(
+                f"{render_key((name,))}: neither a tensor nor an object of Megatron: leave it out by keys"
+            )
 
 
 def _ranks(tree: Container) -> int:

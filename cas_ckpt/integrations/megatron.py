@@ -50,8 +50,8 @@ from cas_ckpt import CkptError, CommitInfo, Lineage, Repository
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, PeerError, UnsupportedValueError
-from cas_ckpt.formats.dcp_import import restored, storable
 from cas_ckpt.formats.folders import OutputFiles
+from cas_ckpt.formats.pickles import restored, storable
 from cas_ckpt.integrations.ranks import Ranks
 
 _LOGGER = logging.getLogger("cas_ckpt")

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core import optimizer as optimizers
-from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -178,6 +179,11 @@ class Training:
         if self.with_rng:  # of each tensor parallel rank
             state["rng_state"] = ShardedObject("rng_state", rng, shape, offset, replica)
         return state
+
+    def tensors(self) -> list[tuple[str, Any, torch.Tensor]]:
+        """What this rank has of the tensors of the state: the key, where in the whole tensor it is, and a copy."""
+        found = [each for each in nested_values(self.state()) if isinstance(each, ShardedTensor)]
+        return [(each.key, each.global_slice(), each.data.detach().clone()) for each in found]
 
     def load(self, folder: str, **given: Any) -> dict[str, Any]:
         found: dict[str, Any] = dist_checkpointing.load(self.state(is_loading=True), folder, **given)
@@ -403,6 +409,20 @@ def import_and_go_on(folder: str, given: dict[str, Any]) -> tuple[Any, ...]:
     changed = strategy.repository.diff("imported", "main")
     kind = found["args"].kind
     return made.left_out, [each.key for each in changed.entries], kind is ModelType.encoder_or_decoder, len(known)
+
+
+def go_on_by_megatron(folder: str, steps: int, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Load a folder by Megatron's own strategies alone and train on: what is no tensor, the tensors then and after."""
+    training = Training(**given)
+    training.step()  # so that nothing is right by chance
+    with torch.no_grad():
+        found = training.load(folder)
+    known = {str(each) for each in dist_checkpointing.load_tensors_metadata(folder)}
+    about = (found["iteration"], repr(sorted(vars(found["args"]).items())), found["content_metadata"], known)
+    before = training.tensors()
+    for _ in range(steps):
+        training.step()
+    return about, before, training.tensors(), torch.get_rng_state()
 
 
 def run_program(folder: str, kill_at: int | None) -> None:
