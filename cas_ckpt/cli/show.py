@@ -521,7 +521,8 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
     A PATH that ends in .safetensors, .pt, .pth or .bin becomes that file; any other name a folder
     of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads. With the
     name of a framework as --format an imported checkpoint becomes the folder again that transformers'
-    Trainer, Accelerate, DeepSpeed, Lightning or torch_checkpointing resumes from. Every byte is verified.
+    Trainer, Accelerate, DeepSpeed, Lightning, Megatron or torch_checkpointing resumes from. Every byte is
+    verified.
     """
     _export(settings, revision, path, options)
 

@@ -221,8 +221,8 @@ def export_any(
         adapter: The adapter of a PeftModel that is to be written, as PEFT does; safetensors alone.
         key_map: What entries are called in the files, and in which shape and dtype they are there.
         format: "safetensors", "torch", "dcp", or a framework of which the folder is to be: "trainer", "accelerate",
-            "deepspeed", "lightning" (of shards), "torch_checkpointing"; None goes by the end of the name (a folder, and
-            any other name, is safetensors).
+            "deepspeed", "lightning" (of shards), "megatron", "torch_checkpointing"; None goes by the end of the name
+            (a folder, and any other name, is safetensors).
     Raises:
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
         What these raise; nothing is left at `path` then.

@@ -383,7 +383,8 @@ class Repository(CommitVerbs, NameVerbs, UpkeepVerbs):
             format: "safetensors", "torch" or "dcp" (a folder for torch.distributed.checkpoint);
                 by the end of the name if not given. A name without a known end becomes a
                 folder of safetensors, as `save_pretrained` writes it. "trainer", "accelerate", "deepspeed", "lightning"
-                (its folders of shards) and "torch_checkpointing" write the folder that an import of such a folder read.
+                (its folders of shards), "megatron" (of commits by CasStrategy, too) and "torch_checkpointing" write the
+                folder that an import of such a folder read.
             max_shard_bytes: Length at which a file of a folder is closed; None: 5 GB.
             keys: Export only these.
             adapter: Write the adapter of a PeftModel that has this name, as a folder that PEFT opens. The commit has

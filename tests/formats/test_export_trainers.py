@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.errors import InvalidInputError, NotFoundError, UnsupportedValueError
+from cas_ckpt.objects.structures import EnumValue
 from tests.cli.running import call
-from tests.formats.dcp_folders import fake_rank, save_folder
+from tests.formats.dcp_folders import fake_rank, quietly, save_folder
 from tests.formats.test_import_trainers import same
 from tests.formats.trainer_folders import (
     accelerate_folder,
@@ -180,10 +185,10 @@ def test_a_trainer_over_deepspeed_has_both_in_its_folder(repo: Repository, tmp_p
 
 def test_an_object_of_another_class_keeps_its_file_out_and_is_named(repo: Repository, tmp_path: Path) -> None:
     deepspeed_folder(tmp_path / "in")
-    torch.save({"args": Path("/")}, tmp_path / "in" / "global_step3" / "mp_rank_01_model_states.pt")
+    torch.save({"args": Fraction(1, 3)}, tmp_path / "in" / "global_step3" / "mp_rank_01_model_states.pt")
     imported = repo.import_file(tmp_path / "in")
     ((name, reason),) = [(each.name, each.reason) for each in imported.left_out]
-    assert name == "mp_rank_01_model_states.pt" and "pathlib.PosixPath" in reason
+    assert name == "mp_rank_01_model_states.pt" and "fractions.Fraction" in reason
     assert repo.log()[0].meta["left_out"].keys() == {name}
 
 
@@ -263,3 +268,57 @@ def test_what_lightning_has_beside_dcp_is_beside_it_again(repo: Repository, tmp_
         )
         with pytest.raises(InvalidInputError, match="no file of the folder may be called so"):
             repo.export(bad, tmp_path / "bad" / "out", format="lightning")
+
+
+# --- Megatron ---------------------------------------------------------------------------------
+
+MEMBER = EnumValue("megatron.core.enums", "ModelType", 1)
+
+
+def test_objects_of_megatron_stay_whole_with_tuples_as_keys(repo: Repository, tmp_path: Path) -> None:
+    state = {
+        "decoder.w": torch.randn(30, 4),
+        "o.p/shard_0_1": [{("a", 1): {"n": (1, 2)}, "deep": [torch.ones(3)]}],
+        "o.q/shard_0_1": [[1, {"b": {("c",): torch.zeros(2)}}]],
+    }
+    whole = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    save_folder(tmp_path / "in", state, planner=DefaultSavePlanner(**whole))
+    torch.save({"iteration": 3, "groups": [{"lr": 0.1}]}, tmp_path / "in" / "common.pt")
+    (tmp_path / "in" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    imported = repo.import_file(tmp_path / "in")
+    assert imported.left_out == ()
+    repo.export(imported, tmp_path / "out", format="megatron")
+    names = [tmp_path / each / "metadata.json" for each in ("in", "out")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+    assert torch.load(tmp_path / "out" / "common.pt") == torch.load(tmp_path / "in" / "common.pt")
+    loaded: dict[str, Any] = {"decoder.w": torch.zeros(30, 4), "o.p/shard_0_1": [], "o.q/shard_0_1": []}
+    with quietly():
+        dcp.load(loaded, checkpoint_id=tmp_path / "out", planner=DefaultLoadPlanner(**whole), no_dist=True)
+    assert same(loaded, state)
+    assert repo.import_file(tmp_path / "out", branch="again").root == imported.root
+    repo.export(imported, tmp_path / "out.pt", keys="o.*")
+    assert same(torch.load(tmp_path / "out.pt"), {key: state[key] for key in state if key[0] == "o"})
+
+
+def test_what_megatron_does_not_look_for_is_named(repo: Repository, tmp_path: Path) -> None:
+    state = {"common": {"kind": MEMBER}, "w": torch.ones(3), "o/shard_0_1": [{"t": torch.ones(1), "kind": MEMBER}]}
+    mine = [{"t": torch.ones(1), "kind": EnumValue("mine", "Kind", 1)}]
+    for more, reason in (
+        ({"rng": {"0": 1}}, "rng: neither a tensor nor an object of Megatron"),
+        ({"model": {"w": torch.ones(1)}}, "model: neither"),
+        ({"files": {"mine": 7}}, "files: neither"),
+        ({"files": {"common.pt": b""}}, "files/common.pt: no file of the folder may be called so"),
+        ({"p/shard_0_1": mine}, "p~1shard_0_1: a value of a class that is not known here"),
+    ):
+        repo.commit({**state, **more})
+        with pytest.raises((UnsupportedValueError, InvalidInputError), match=reason):
+            repo.export("main", tmp_path / "out", format="megatron")
+    repo.commit({"w": torch.ones(3)})
+    with pytest.raises(UnsupportedValueError, match="common: Megatron loads no folder without it"):
+        repo.export("main", tmp_path / "out", format="megatron")
+    assert not (tmp_path / "out").exists()
+    made = repo.commit(state)
+    repo.export(made, tmp_path / "out", format="megatron")
+    assert json.loads((tmp_path / "out" / "metadata.json").read_bytes())["common_backend"] == "torch"
+    (tmp_path / "out" / "metadata.json").unlink()
+    assert repo.import_file(tmp_path / "out", branch="again").root == made.root
