@@ -137,7 +137,7 @@ def export_dcp(
     metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=row.digest.hex()), private(DCP_VERSION))
     total_bytes = sum(tensor.spec.num_bytes for tensor in content.tensors.values())
     check_side_files(beside.writers, [*names, METADATA_NAME])
-    every = [*names, *beside.writers, METADATA_NAME]
+    every = [*names, METADATA_NAME, *beside.writers]  # by the last ones frameworks tell that a folder is whole
     with phase(progress, "writing", total_bytes), OutputFiles(place, every, force=force) as output:
         objects = content.objects  # all of them go to the first file
         for name, chunks in zip(names, files, strict=True):
@@ -150,11 +150,11 @@ def export_dcp(
                 for chunk, array in zip(chunks, arrays, strict=True):
                     progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key], array))
             objects = {}
+        with output.open(METADATA_NAME) as file:
+            pickle.dump(metadata, file)  # what the format is; it is never unpickled here
         for name, write in beside.writers.items():
             with output.open(name) as file:
                 write(file)
-        with output.open(METADATA_NAME) as file:
-            pickle.dump(metadata, file)  # what the format is; it is never unpickled here
     for unnamed in old:
         with suppress(OSError):  # nothing names it any more: one that stays does no harm
             unnamed.unlink()

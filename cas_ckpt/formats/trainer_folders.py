@@ -60,11 +60,12 @@ BESIDE_DCP = frozenset({"lightning", "megatron"})
 GROUPS = frozenset(key.partition("/")[0] for rows in PARTS.values() for _, key in rows if "/" in key)
 """What has a file for each of its entries: "rng", by rank."""
 
-_BACKENDS = {
-    "metadata.json": b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+_BACKENDS_FILE = "metadata.json"
+_BACKENDS = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
     b'"common_backend": "torch", "common_backend_version": 1}'
-}
-"""The file that tells Megatron how to load a folder, as Megatron writes it."""
+)
+"""The file that tells Megatron how to load a folder, which it writes last, and what it writes."""
 
 _ANY = "{name}"
 """Among `GROUPS`: any entry, in a folder of torch_checkpointing."""
@@ -131,7 +132,7 @@ def export_trainer_folder(
         entries |= {FILES} if side_files else set()
         if framework == "megatron":
             _check_megatron(tree, entries)
-            side_files = _BACKENDS | side_files
+            side_files[_BACKENDS_FILE] = side_files.pop(_BACKENDS_FILE, _BACKENDS)  # the last one
         writers |= {name: partial(write_bytes, data) for name, data in side_files.items()}
         info = export_dcp(
             handle, row, path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress,

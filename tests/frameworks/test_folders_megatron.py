@@ -44,7 +44,8 @@ def test_a_folder_of_megatron_comes_out_as_one_that_it_goes_on_with(tmp_path: Pa
     saved, exported = tmp_path / "out" / "iter_0000001", tmp_path / "exported"
     with Repository.open(tmp_path / "ckpts") as repository:
         imported = repository.import_file(saved, branch="imported")
-        repository.export("imported", exported, format="megatron")
+        files = repository.export("imported", exported, format="megatron").files
+        assert Path(files[-1]).name == "metadata.json"  # by which Megatron tells that a folder is whole
         again = repository.import_file(exported, branch="again")
         assert again.root == imported.root
     names = sorted(path.name for path in exported.iterdir())
