@@ -115,6 +115,16 @@ def test_tied_tensors_stay_tied_however_they_are_cast(tmp_path: Path) -> None:
         assert same(repo.load(keys=["head", "embed"], key_map=apart), {"head": target, "embed": woven})
 
 
+def test_a_tensor_without_dimensions_is_cast(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        repo.commit({"step": torch.tensor(3.25)})
+        cast = KeyMap([{"cast": "step", "to": "bfloat16"}])
+        target = torch.zeros((), dtype=torch.bfloat16)
+        repo.checkout(into={"step": target}, key_map=cast)
+        assert same({"step": target}, {"step": torch.tensor(3.25, dtype=torch.bfloat16)})
+        assert same(repo.load(key_map=cast), {"step": target})
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_touched(repo: Repository) -> None:
     target = zeros()
     del target["up"]

@@ -393,7 +393,8 @@ def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
 def cast_items(items: Array, stored: str, wanted: str) -> Array:
     """Raw items of the dtype called `stored` as those of `wanted`, each value rounded as torch does."""
     given = torch.from_numpy(np.ascontiguousarray(items).view(_numpy_raw(items.itemsize))).view(torch_dtype(stored))
-    return host_bits(given.to(torch_dtype(wanted)))
+    # NumPy has given one to what has no dimensions.
+    return host_bits(given.to(torch_dtype(wanted))).reshape(items.shape)
 
 
 def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
