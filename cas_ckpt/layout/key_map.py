@@ -148,7 +148,7 @@ def _share(tensor: StoredTensor, dim: int, count: int, key: str) -> int:
 
 
 def _text(given: Any) -> str:
-    if not isinstance(given, str):
+    if not isinstance(given, str) or any("\ud800" <= each <= "\udfff" for each in given):
         raise InvalidInputError(f"a key map has {shown_value(given)} for a pattern or a key: give text")
     return given
 
@@ -223,7 +223,7 @@ def _split(pattern: Any, to: Any, ratios: Any = None, dim: Any = 0, groups: Any 
         unit, before = _share(tensor, dim, groups * total, match[0]), 0
         for name, share in zip(names, shares, strict=True):
             size, parts = share * unit, []
-            for group in range(groups):
+            for group in range(groups if unit else 0):  # of no elements there may be any number of groups
                 parts += _moved(tensor, dim, (group * total * unit + before, 1, size), group * size)
             yield _expanded(match, name), _derived(tensor, _with_size(tensor, dim, groups * size), parts)
             before += size
@@ -276,7 +276,7 @@ def _joined(tensors: Mapping[str, StoredTensor], dim: int, groups: int) -> Deriv
             raise InvalidInputError(f"{key}: {tensor.spec} cannot be joined with {first.spec} along dimension {dim}")
     parts: list[TensorPart] = []
     at = 0
-    for group in range(groups):
+    for group in range(groups if any(sizes.values()) else 0):
         for key, tensor in tensors.items():
             parts += _moved(tensor, dim, (group * sizes[key], 1, sizes[key]), at)
             at += sizes[key]
@@ -375,6 +375,8 @@ class KeyMap:
         Raises:
             InvalidInputError: a rule of no kind that there is, with other fields, or with a pattern that is none.
         """
+        if not isinstance(rules, Iterable):
+            raise InvalidInputError(f"a key map has the rules {shown_value(rules)}: give a list of dicts")
         self.rules: tuple[Mapping[str, Any], ...] = tuple(rules)
         self._rules = [_rule(row) for row in self.rules]
 
@@ -466,7 +468,23 @@ class _Names(dict[Any, Any]):
     """Entries of a container that is being made."""
 
 
+def _named_before(entries: Entries) -> dict[Path, Path | None]:
+    """Path of a container -> where all that is in it was, under the same names; None: in no one place."""
+    found: dict[Path, Path | None] = {}
+    for key, entry in entries.items():
+        path, old = parse_key(key), parse_key(entry.sources[0])
+        for size in range(len(path)):
+            rest = len(path) - size
+            above = old[:-rest] if len(entry.sources) == 1 and old[-rest:] == path[size:] else None
+            if found.setdefault(path[:size], above) != above:
+                found[path[:size]] = None
+    return found
+
+
 def _tree_of(entries: Entries, containers: Mapping[Path, Container]) -> Container:
+    """The tree of `entries`; a container is of the kind that it had, also under another name."""
+    named = {path: path if old is None else old for path, old in _named_before(entries).items()}
+    containers = {path: containers[old] for path, old in named.items() if old in containers and path}
     top = _Names()
     for key, entry in entries.items():
         *above, name = parse_key(key)

@@ -99,6 +99,23 @@ def test_containers_keep_their_kinds_unless_a_list_lost_an_item() -> None:
     assert mapped.children["o"].attrs == {"order": ["new b", "a"]}  # type: ignore[union-attr]
 
 
+def test_containers_keep_their_kinds_under_other_names() -> None:
+    one = np.ones(1)
+    given = tree({"m": {"l": tree({0: one, 1: one}, "list"), "t": tree({0: {"x": one}}, "tuple"),
+                        "p": tree({0: {"s": one}, 1: {"s": one}}, "ranks"),
+                        "o": Container("odict", {"a": stored(one), "b": stored(one)}, {"order": ["b", "a"]})}})  # fmt: skip
+    for rule in ({"prefix": "m/", "to": "n/k/"}, {"prefix": "m/", "to": ""}):
+        mapped: Any = applied([rule, {"cast": ".*", "to": "float16"}], given).tree
+        inner = mapped if rule["to"] == "" else mapped.children["n"].children["k"]
+        kinds = {name: each.kind for name, each in inner.children.items()}
+        assert kinds == {"l": "list", "t": "tuple", "p": "ranks", "o": "odict"}
+        assert inner.children["o"].attrs == {"order": ["b", "a"]}
+    top: Any = applied([{"prefix": "m/l/", "to": ""}, {"drop": "m/.*"}], given).tree
+    assert (top.kind, list(top.children)) == ("dict", [0, 1])
+    mixed: Any = applied([{"rename": "m/t/0/x", "to": "m/l/2"}, {"prefix": "m/", "to": "n/"}], given).tree
+    assert mixed.children["n"].children["l"].kind == "dict"
+
+
 def test_what_is_one_tensor_to_people_is_renamed_whole() -> None:
     sparse = Container("sparse_coo", {"indices": stored(np.ones(1)), "values": stored(np.ones(1))})
     assert applied([{"prefix": "a", "to": "b"}], tree({"a": sparse})).tree.children == {"b": sparse}
@@ -140,6 +157,7 @@ def test_a_rule_for_a_dimension_that_is_not_there_is_refused(rule: Op) -> None:
         ({"rename": "a", "to": "b", "dim": 1}, "unexpected keyword argument 'dim'"),
         ({"rename": "a", "to": 3}, "3 for a pattern or a key"),
         ({"rename": 3, "to": "a"}, "3 for a pattern or a key"),
+        ({"rename": "a", "to": "\ud800"}, "for a pattern or a key"),
         ({"turn": "a"}, "give one of rename, prefix"),
         ({"rename": "a", "drop": "b"}, "give one of rename, prefix"),
         ("rename", "give one of rename, prefix"),
@@ -157,6 +175,17 @@ def test_a_rule_for_a_dimension_that_is_not_there_is_refused(rule: Op) -> None:
 def test_a_rule_of_another_form_is_refused_when_the_map_is_made(rule: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         KeyMap([rule])
+
+
+def test_rules_that_are_no_list_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="has the rules None"):
+        KeyMap(None)  # type: ignore[arg-type]
+
+
+def test_a_tensor_without_elements_is_divided_into_any_number_of_groups() -> None:
+    numbers = {"dim": 0, "groups": 10**15}  # one after the other, they would take days
+    rules: list[Op] = [{"split": "a", "to": ["b", "c"], **numbers}, {"fuse": ["b", "c"], "to": "d", **numbers}]
+    assert arrays(applied(rules, {"a": np.zeros((0, 3))}))["d"].shape == (0, 3)
 
 
 def test_a_cast_leaves_what_are_no_floating_point_numbers() -> None:
