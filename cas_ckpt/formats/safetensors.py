@@ -409,7 +409,8 @@ def export_safetensors(
     tensors = _named_tensors(states, name_of)
     if is_file or adapter is not None:
         aliases = ()
-    shards = _shard(_written_once(tensors, aliases), limit)
+    texts = {"format": "pt", **(metadata or {})}
+    shards = _shard(_written_once(tensors, aliases, texts), limit)
     names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [stem + SUFFIX]
@@ -419,10 +420,10 @@ def export_safetensors(
     for name, entry in beside.models.items():
         names.append(name)
         named = _named_tensors({entry: children[entry]}, lambda path: tensor_name((MODEL, *path[1:])))
-        shards.append(_written_once(named, aliases))
+        shards.append(_written_once(named, aliases, texts))
     check_side_files(side_files or (), [*index, *names, *beside.writers])
     writers: dict[str, Callable[[IO[bytes]], object]] = {
-        name: partial(_write_shard, handle, shard, metadata=metadata or {}, progress=progress)
+        name: partial(_write_shard, handle, shard, metadata=texts, progress=progress)
         for name, shard in zip(names, shards, strict=True)
     }
     writers |= beside.writers
@@ -536,15 +537,24 @@ _EMBEDDING = re.compile("embed|wte|shared")
 """In the name of a layer whose weight others are tied to, in the models of Hugging Face."""
 
 
-def _written_once(tensors: Sequence[_Tensor], aliases: Sequence[Sequence[str]]) -> list[_Tensor]:
-    """`tensors`, of those that are tied one: that of an embedding, the outermost, the first."""
+def _written_once(
+    tensors: Sequence[_Tensor], aliases: Sequence[Sequence[str]], texts: Mapping[str, str]
+) -> list[_Tensor]:
+    """`tensors`, of those that are tied one: that of an embedding, the outermost, the first.
+
+    Args:
+        texts: Of the header: a tensor that has the name of one of them is written by itself.
+    """
     found = {tensor.key: tensor for tensor in tensors}
     for group in aliases:
         tied = [found.pop(key) for key in group if key in found]
         names = sorted((not _EMBEDDING.search(each.name), each.name.count("."), each.name) for each in tied)
-        for each in tied:
-            if each.name == names[0][-1]:
-                found[each.key] = replace(each, other_names=tuple(name for _, _, name in names[1:]))
+        kept = names[0][-1] if names else ""
+        others = tuple(name for _, _, name in names[1:] if texts.get(name, kept) == kept)
+        found |= {
+            each.key: replace(each, other_names=others) if each.name == kept else each
+            for each in tied if each.name not in others
+        }  # fmt: skip
     return [found[tensor.key] for tensor in tensors if tensor.key in found]
 
 
@@ -595,7 +605,7 @@ def _write_shard(
     stored = {tensor.name: tensor.stored for tensor in tensors}
     ties = {name: tensor.name for tensor in tensors for name in tensor.other_names}
     order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
-    file.write(encode_header(order, {"format": "pt", **metadata, **ties}))
+    file.write(encode_header(order, {**metadata, **ties}))
     keys = {tensor.name: parse_key(tensor.key) for tensor in tensors}
     wanted = ((keys[name], stored[name], box) for name, spec in order for box in bands(spec))
     for array in arrays_in_turn(handle, wanted):

@@ -144,6 +144,17 @@ def test_a_folder_has_tied_tensors_once_and_its_header_names_the_others(
     assert load_file(tmp_path / "part" / "model.safetensors").keys() == {"lm_head.weight", "b"}
 
 
+def test_a_tied_tensor_that_has_the_name_of_a_text_in_the_header_is_written_too(
+    repo: RepositoryHandle, tmp_path: Path
+) -> None:
+    shared = torch.randn(40, 40)
+    commit_state(repo, {"model": dict.fromkeys(["a", "format", "note"], shared), "metadata": {"note": "mine"}})
+    export_any(repo, "main", tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "mine"}
+        assert sorted(file.keys()) == ["a", "format", "note"]
+
+
 def test_keys_choose_what_goes_out_and_others_keep_their_whole_name(repo: RepositoryHandle, tmp_path: Path) -> None:
     commit_state(repo, {"model": {"w": torch.ones(3)}, "ema": {"x": [torch.zeros(2)]}, "step": 5})
     export_any(repo, "main", tmp_path / "m.safetensors", keys=["model", "ema"])
