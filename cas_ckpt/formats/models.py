@@ -81,6 +81,9 @@ LATEST = "latest"
 PLAIN_PICKLE = "metadata.pkl"
 """A file of torch_checkpointing that is a pickle of plain values."""
 
+SHARDING = "sharding"
+"""What is in it."""
+
 DEEPSPEED: tuple[tuple[str, str], ...] = (  # by rank of data and of model parallelism
     ("mp_rank_{}_model_states.pt", "model_states/mp_{}"),
     ("zero_pp_rank_{}_mp_rank_{}_model_states.pt", "model_states/dp_{}_mp_{}"),
@@ -119,7 +122,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         *DEEPSPEED,
     ),
     "deepspeed": DEEPSPEED,
-    "torch_checkpointing": ((PLAIN_PICKLE, "sharding"), ("{name}_{}.pt", "{name}/{}")),  # by rank
+    "torch_checkpointing": ((PLAIN_PICKLE, SHARDING), ("{name}_{}.pt", "{name}/{}")),  # by rank
     "lightning": (("meta.pt", "meta"),),  # beside what DCP saved
     "megatron": (("common.pt", "common"),),  # likewise
 }
@@ -131,7 +134,9 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def numbered(template: str) -> re.Pattern[str]:
     """A pattern that has the name and the numbers of a template of `PARTS` as its groups."""
-    return re.compile(re.escape(template).replace(r"\{name\}", "(.+)").replace(r"\{\}", "([0-9]+)"))
+    # Items that are called so would be taken for what an import puts there itself.
+    any_name = rf"(?!(?:{FILES}|{SHARDING})[_/][0-9]+(?:\.pt)?$)(.+)"
+    return re.compile(re.escape(template).replace(r"\{name\}", any_name).replace(r"\{\}", "([0-9]+)"))
 
 
 def filled(template: str, found: re.Match[str]) -> str:
@@ -217,7 +222,7 @@ def _find_in_folder(folder: FilePath) -> ModelFiles:
     entries = _listed(folder)
     chosen, files = _find_weights(folder, sorted(name for name, is_dir in entries.items() if not is_dir))
     found = _with_rest(files, folder, entries, chosen)
-    if not chosen and not any(key == "sharding" or key.startswith("model_states/") for key in found.parts):
+    if not chosen and not any(key == SHARDING or key.startswith("model_states/") for key in found.parts):
         wanted = ", ".join(f"{name}, {name}{INDEX_SUFFIX}" for name in _FOLDER_WEIGHTS)
         raise InvalidInputError(
             f"{folder}: not a model folder: wanted one of {wanted} in it; or give a weights file itself"

@@ -95,7 +95,9 @@ def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
     """
     try:
         if path.name == PLAIN_PICKLE:
-            content = pickles.read_pickle(read_side_file(path), allowed=(), what=str(path))
+            data = read_side_file(path)
+            content = pickles.read_pickle(data, allowed=(), what=str(path))
+            check_extent(content, len(data), what=str(path))
             return capture_state({VALUE: content}).children[VALUE]
         opened = _Opened(path)
         return _tree({VALUE: opened.content}, [opened], allow_pickle=allow_pickle).children[VALUE]

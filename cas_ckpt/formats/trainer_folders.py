@@ -28,6 +28,7 @@ from cas_ckpt.formats.models import (
     METADATA,
     MODEL,
     PARTS,
+    SHARDING,
     SUFFIXES,
     filled,
     is_plain_name,
@@ -89,6 +90,8 @@ def export_trainer_folder(
     root = Digest(row.root)
     tree = select(load_tree(handle, root), KeyPatterns(keys))
     side_files = plain_leaves(handle, tree.children.get(FILES), bytes) or {}
+    if not side_files and FILES in tree.children:
+        raise UnsupportedValueError(f"{FILES}: holds other things than files of the folder: leave it out by keys")
     tag = latest_tag(side_files.get(LATEST, b""))
     parts: dict[KeyPath, str] = {}
     for part in _parts(tree, framework):
@@ -151,7 +154,7 @@ def _parts(tree: Container, framework: str) -> Iterator[KeyPath]:
     """The paths of what has a file of its own, beside the first model and the side files."""
     is_any = any(key.startswith(_ANY) for _, key in PARTS[framework])
     for name, item in tree.children.items():
-        if (name in GROUPS or is_any) and isinstance(item, Container) and name not in (FILES, "sharding"):
+        if (name in GROUPS or is_any) and isinstance(item, Container) and name not in (FILES, SHARDING):
             yield from ((name, inner) for inner in item.children)
         elif name != FILES and (is_any or name not in (MODEL, METADATA)):
             yield (name,)

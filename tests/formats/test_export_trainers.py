@@ -242,6 +242,32 @@ def test_an_item_whose_name_is_that_of_no_file_is_refused(repo: Repository, tmp_
         repo.export("main", tmp_path / "in" / "out", format="torch_checkpointing")
 
 
+@pytest.mark.parametrize("item", ["sharding", "files"])
+def test_an_item_of_torch_checkpointing_that_is_called_as_what_an_import_puts_there_is_left_out(
+    repo: Repository, tmp_path: Path, item: str
+) -> None:
+    torch_checkpointing_folder(tmp_path / "in")
+    torch.save({"w": torch.ones(3)}, tmp_path / "in" / f"{item}_0.pt")
+    imported = repo.import_file(tmp_path / "in")
+    assert [each.name for each in imported.left_out] == [f"{item}_0.pt"]
+    assert "world_size" in repo.load(imported)["sharding"]
+    mine = repo.commit(
+        {"files": {"0": torch.ones(3)}, "model": {"0": 1}}, branch="mine", options=CommitOptions(orphan=True)
+    )
+    with pytest.raises(UnsupportedValueError, match="files: holds other things"):
+        repo.export(mine, tmp_path / "out", format="torch_checkpointing")
+
+
+def test_metadata_of_torch_checkpointing_that_unfolds_without_end_is_refused(repo: Repository, tmp_path: Path) -> None:
+    torch_checkpointing_folder(tmp_path / "in")
+    bomb: list[Any] = [1]
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    (tmp_path / "in" / "metadata.pkl").write_bytes(pickle.dumps(bomb))
+    with pytest.raises(InvalidInputError, match=r"metadata\.pkl: .* unfold"):
+        repo.import_file(tmp_path / "in")
+
+
 def test_metadata_of_torch_checkpointing_that_wants_to_run_code_is_left_out(repo: Repository, tmp_path: Path) -> None:
     torch_checkpointing_folder(tmp_path / "in")
     (tmp_path / "in" / "metadata.pkl").write_bytes(pickle.dumps({"evil": Path("/")}, protocol=4))
