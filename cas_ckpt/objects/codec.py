@@ -330,6 +330,12 @@ def _brought() -> dict[str, Codec]:
     return found
 
 
+def _kept(data: Buffer) -> memoryview:
+    """`data` in memory that nobody changes: a package may use its own again, also in another thread."""
+    view = memoryview(data).cast("B")
+    return view if type(data) is bytes else memoryview(view.tobytes())
+
+
 def _codec_of(point: EntryPoint) -> Codec:
     """The encoding that a package brings; what it gives back is never believed."""
     name = point.name
@@ -338,12 +344,12 @@ def _codec_of(point: EntryPoint) -> Codec:
         number, encode, decode = brought.number, brought.encode, brought.decode
     except Exception as error:  # whatever a package raises as it is imported
         raise InvalidInputError(f"the encoding {name!r} ({point.value}) cannot be imported: {error}") from error
-    if number not in OF_PACKAGES:
+    if type(number) is not int or number not in OF_PACKAGES:
         raise InvalidInputError(f"the encoding {name!r} ({point.value}) has the number {number!r}: 128 to 255 are free")
 
     def encoded(view: memoryview, item_bytes: int) -> Buffer:
         try:
-            payload = memoryview(encode(view.toreadonly(), item_bytes)).cast("B")
+            payload = _kept(encode(view.toreadonly(), item_bytes))
         except MemoryError:
             raise
         except Exception as error:
@@ -357,7 +363,7 @@ def _codec_of(point: EntryPoint) -> Codec:
 
     def decoded(payload: memoryview, num_bytes: int) -> memoryview:
         try:
-            data = memoryview(decode(payload.toreadonly(), num_bytes)).cast("B")
+            data = _kept(decode(payload.toreadonly(), num_bytes))
         except MemoryError:
             raise
         except Exception as error:

@@ -328,6 +328,20 @@ def test_what_the_encoding_of_a_package_gives_back_is_not_believed(
         encode_extent(REPEATED, policy=known_policy("toy_d"), item_bytes=4)
 
 
+def test_memory_that_an_encoding_uses_again_is_copied(bring: Callable[..., None]) -> None:
+    bring(
+        toy_i="number = 132\nspace = bytearray(20000)\n"
+        "def put(data): space[:len(data)] = data; return memoryview(space)[:len(data)]\n"
+        "def encode(extent, item): return put(zlib.compress(extent))\n"
+        "def decode(payload, size): return put(zlib.decompress(payload))"
+    )
+    extents = [REPEATED, REPEATED[::-1]]
+    stored = [encode_extent(each, policy=known_policy("toy_i"), item_bytes=4) for each in extents]
+    assert [zlib.decompress(each.payload) for each in stored] == extents
+    found = [decode_extent(132, zlib.compress(each), num_bytes=len(each)) for each in extents]
+    assert list(map(bytes, found)) == extents
+
+
 def test_nor_are_other_bytes_of_that_length_stored(bring: Callable[..., None]) -> None:
     bring(
         toy_e=GOOD + "return bytes(size)",
@@ -343,6 +357,7 @@ def test_nor_are_other_bytes_of_that_length_stored(bring: Callable[..., None]) -
     [
         ({"toy_g": "raise OSError('no driver')"}, "'toy_g' .*cannot be imported: no driver"),
         ({"toy_g": "number = 130"}, "cannot be imported: .*'encode'"),
+        ({"toy_g": BACK.replace("130", "130.0")}, r"has the number 130\.0"),
         ({"toy_g": BACK.replace("130", "5")}, "has the number 5: 128 to 255 are free"),
         ({"toy_g": BACK.replace("130", "'256'")}, "has the number '256'"),
         ({"toy_g": BACK, "toy_h": BACK + "  # two"}, "toys and toys both have an encoding 130"),
