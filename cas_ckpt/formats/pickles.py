@@ -336,6 +336,8 @@ class _TorchUnpickler(_Unpickler):
             and type(state) is dict
             and {*map(type, state)} <= {str}
         ):
+            if any(name.startswith("__") for name in state):  # of an instance, some hide methods
+                raise ValueError("attributes with names that are Python's own")
             self.count(_COPIED_BYTES * len(state))
             (made.fields if isinstance(made, Named) else vars(made)).update(state)
             return

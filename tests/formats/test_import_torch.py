@@ -289,6 +289,7 @@ LONGER_THAN_SAID: dict[str, Any] = {
     "a path of a number": Call(PosixPath, 7),
     "a member of an enum that is a list": Call(signal.Signals, [15]),
     "a namespace with a number as a name": Call(Namespace, state={7: 1}),
+    "a namespace that hides a method": Call(Namespace, state={"__reduce_ex__": 1}),
     "empty array of a shape": Call(np_reconstruct, np.ndarray, np.zeros(1, int), b"b"),
 }  # fmt: skip
 

@@ -101,12 +101,12 @@ def test_containers_keep_their_kinds_unless_a_list_lost_an_item() -> None:
 
 def test_containers_keep_their_kinds_under_other_names() -> None:
     one = np.ones(1)
+    ordered = Container("odict", {"a": stored(one), "b": stored(one)}, {"order": ["b", "a"]})
     given = tree({"m": {"l": tree({0: one, 1: one}, "list"), "t": tree({0: {"x": one}}, "tuple"),
-                        "p": tree({0: {"s": one}, 1: {"s": one}}, "ranks"),
-                        "o": Container("odict", {"a": stored(one), "b": stored(one)}, {"order": ["b", "a"]})}})  # fmt: skip
-    for rule in ({"prefix": "m/", "to": "n/k/"}, {"prefix": "m/", "to": ""}):
-        mapped: Any = applied([rule, {"cast": ".*", "to": "float16"}], given).tree
-        inner = mapped if rule["to"] == "" else mapped.children["n"].children["k"]
+                        "p": tree({0: {"s": one}, 1: {"s": one}}, "ranks"), "o": ordered}})  # fmt: skip
+    for above in ("n/k/", ""):
+        mapped: Any = applied([{"prefix": "m/", "to": above}, {"cast": ".*", "to": "float16"}], given).tree
+        inner = mapped if not above else mapped.children["n"].children["k"]
         kinds = {name: each.kind for name, each in inner.children.items()}
         assert kinds == {"l": "list", "t": "tuple", "p": "ranks", "o": "odict"}
         assert inner.children["o"].attrs == {"order": ["b", "a"]}
