@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from cas_ckpt import CommitInfo, InvalidInputError, PerRank, Repository, RNGState, StorageError
 from cas_ckpt.arguments import OnSaveError, check_choice
@@ -37,6 +38,9 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 POINTER = "cas_ckpt.json"
 """A file in Accelerate's folder: which commit has the weights."""
+
+LENGTH = "epoch_steps"
+"""In the `meta` of each commit: how many steps an epoch had, so that another batch size is noticed."""
 
 
 def state(accelerator: Accelerator, **objects: Any) -> dict[str, Any]:
@@ -153,6 +157,7 @@ class CasCheckpoints(_Saves):
         self._state = state(accelerator, **objects)
         super().__init__(repository, branch, on_save_error)
         self._resumed: CommitInfo | None = None
+        self._length: int | None = None
 
     def resume(self) -> int:
         """Restore the newest commit of the branch; the step that was saved. 0 if there is none: nothing was touched."""
@@ -170,9 +175,20 @@ class CasCheckpoints(_Saves):
         Args:
             loader: As `prepare` returned it, not part of the state.
             epoch: From 0; each has `len(loader)` steps.
+        Raises:
+            InvalidInputError: the loader has no length.
         """
         step = 0 if self._resumed is None else self._resumed.step or 0
-        skipped = step % len(loader) if epoch == step // len(loader) else 0
+        try:
+            length = self._length = len(loader)
+        except TypeError as error:
+            raise InvalidInputError(
+                "the dataset of this loader has no length: loop over the loader itself, with use_stateful_dataloader "
+                "as part of the state, so that it goes on where it was"
+            ) from error
+        skipped = step % length if epoch == step // length else 0
+        if self._resumed is not None and epoch == step // length:
+            self._check_order(self._resumed, loader, length, is_inside=skipped > 0)
         rest = skip_first_batches(loader, skipped) if skipped else loader
         rest.set_epoch(epoch)
         for number, batch in enumerate(rest):
@@ -188,11 +204,30 @@ class CasCheckpoints(_Saves):
         """
 
         def commit() -> None:
+            length = Ranks().from_first(lambda: self._length)
             self.last_commit = self.repository.commit(
-                self._state, step=step, branch=self._branch, frozen="requires_grad"
-            )
+                self._state, step=step, branch=self._branch, frozen="requires_grad",
+                meta=None if length is None else {LENGTH: length},
+            )  # fmt: skip
 
         return self.last_commit if self._saved(commit, f"step {step} was not committed") else None
+
+    @staticmethod
+    def _check_order(resumed: CommitInfo, loader: Any, length: int, *, is_inside: bool) -> None:
+        """Warn where the batches are not those that an uninterrupted training would have had next."""
+        before = resumed.meta.get(LENGTH, length) if isinstance(resumed.meta, dict) else length
+        if before != length:
+            _LOGGER.warning(
+                "an epoch has %d steps, and had %s when step %s was saved (another batch size, number of ranks or "
+                "dataset): some samples are left out or come twice; cas_ckpt.integrations.data.ElasticLoader counts "
+                "samples instead", length, before, resumed.step,
+            )  # fmt: skip
+        sampler = get_sampler(loader)
+        if is_inside and isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
+            _LOGGER.warning(
+                "the order of this epoch is drawn anew: some samples are left out, others come twice; give "
+                "DataLoaderConfiguration(use_seedable_sampler=True) to the Accelerator"
+            )
 
 
 class SaveHooks(_Saves):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,45 @@ def test_two_ranks_of_which_one_is_killed_go_on_exactly_sharded_or_not(tmp_path:
 def test_what_one_rank_fails_of_ends_the_training_of_none(tmp_path: Path) -> None:
     errors = results(run_processes(2, "tests.frameworks.accelerate_cases:fail_on_one_rank", str(tmp_path)))
     assert errors == [["PeerError"], ["ValueError"]]
+
+
+def resumed(folder: Path, caplog: pytest.LogCaptureFixture, *, batch_size: int, seedable: bool = True) -> list[str]:
+    """What is logged where a loop of 6 steps an epoch is resumed in the middle of one."""
+    loading = DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=7)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
+    data = torch.utils.data.TensorDataset(torch.rand(24, 4))
+    model, loader = accelerator.prepare(torch.nn.Linear(4, 1), DataLoader(data, batch_size=batch_size, shuffle=True))
+    checkpoints = CasCheckpoints(accelerator, folder, model=model)
+    caplog.clear()
+    with checkpoints.repository:
+        step = checkpoints.resume()
+        for step, _ in enumerate(checkpoints.batches(loader, step // len(loader)), step + 1):
+            if step == 2:
+                checkpoints.save(step)
+    return [record.getMessage() for record in caplog.records if record.name == "cas_ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "seedable", "said"), [(4, True, ""), (2, True, "had 6 when step 2"), (4, False, "is drawn anew")]
+)
+def test_batches_that_are_not_those_which_follow_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch_size: int, seedable: bool, said: str
+) -> None:
+    assert resumed(tmp_path, caplog, batch_size=4) == []
+    told = resumed(tmp_path, caplog, batch_size=batch_size, seedable=seedable)
+    assert len(told) == bool(said) and all(said in each for each in told)
+
+
+def test_a_loader_without_a_length_is_refused_by_name(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(torch.nn.Linear(4, 1), DataLoader(Endless()))
+    checkpoints = CasCheckpoints(accelerator, tmp_path, model=model)
+    with checkpoints.repository, pytest.raises(InvalidInputError, match="has no length"):
+        next(checkpoints.batches(loader, 0))
 
 
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
