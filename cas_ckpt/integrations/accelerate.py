@@ -205,9 +205,10 @@ class CasCheckpoints(_Saves):
 
         def commit() -> None:
             length = Ranks().from_first(lambda: self._length)
+            options = Ranks().on_top(self.repository, self._branch)
             self.last_commit = self.repository.commit(
                 self._state, step=step, branch=self._branch, frozen="requires_grad",
-                meta=None if length is None else {LENGTH: length},
+                meta=None if length is None else {LENGTH: length}, options=options,
             )  # fmt: skip
 
         return self.last_commit if self._saved(commit, f"step {step} was not committed") else None

@@ -206,7 +206,7 @@ class CasCallback(TrainerCallback):
         try:
             self.last_commit = repository.commit(
                 {**_live_objects(**live), "trainer": trainer}, step=state.global_step, metrics=metrics, meta=meta,
-                branch=self._branch, frozen=self._frozen,
+                branch=self._branch, frozen=self._frozen, options=Ranks().on_top(repository, str(self._branch)),
             )  # fmt: skip
         except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error

@@ -10,10 +10,12 @@ Invariant: all ranks make the same exchanges in the same order, whatever happens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from cas_ckpt import CommitOptions, Lineage, Repository
 from cas_ckpt.errors import PeerError
 
 T = TypeVar("T")
@@ -62,3 +64,18 @@ class Ranks:
         """What `make` gives on rank 0, where alone it is called; on every rank. Raises as `gather`."""
         made: Any = self.gather(lambda: make() if self.rank == 0 else None)[0]
         return made  # type: ignore[no-any-return]
+
+    def on_top(self, repository: Repository, branch: str) -> CommitOptions:
+        """Options of a commit that goes on top of `branch`, whoever has committed there since the state was restored.
+
+        As where a process that was thought dead had saved once more: the lineage says where the state came from then.
+        """
+        head, options = repository.head, repository.commit_options
+
+        def is_left() -> bool:
+            newest = repository.latest(branch)
+            return head.branch is None and newest is not None and head.commit not in (None, newest.id)
+
+        if head.commit is None or not self.from_first(is_left):
+            return options
+        return replace(options, lineage=[*options.lineage, Lineage("continued-from", head.commit)])

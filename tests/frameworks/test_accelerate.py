@@ -105,6 +105,25 @@ def test_a_loader_without_a_length_is_refused_by_name(tmp_path: Path) -> None:
         next(checkpoints.batches(loader, 0))
 
 
+def test_a_save_of_a_process_that_was_thought_dead_ends_no_later_ones(tmp_path: Path) -> None:
+    def opened() -> tuple[torch.nn.Linear, CasCheckpoints]:
+        model = torch.nn.Linear(2, 2)
+        return model, CasCheckpoints(Accelerator(cpu=True), tmp_path, model=model, on_save_error="raise")
+
+    _, old = opened()
+    resumed = old.save(1)
+    model, new = opened()
+    with old.repository, new.repository:
+        assert resumed is not None and new.resume() == 1
+        old.save(2)
+        torch.nn.init.zeros_(model.weight)
+        made = new.save(2), new.save(3)
+        assert [each.step for each in new.repository.log()] == [3, 2, 2, 1]
+        assert made[0] is not None and [(each.kind, each.target) for each in made[0].lineage] == [
+            ("continued-from", resumed.id)
+        ]
+
+
 def test_the_program_of_the_docs_goes_on_after_a_kill(tmp_path: Path) -> None:
     whole = roots_of("Accelerate", tmp_path / "whole")
     assert len(whole) == 9 and roots_of("Accelerate", tmp_path / "killed", kill_at=4) == whole
