@@ -8,7 +8,8 @@ Snapshots of one run follow one another on a branch, so that `cas-ckpt log` show
     the first in a repository                        the default branch, "main"
     after another one of this process                the branch of that one
     after a restore of the newest snapshot of a branch       that branch: a run that was resumed
-    after a restore of an older one                  a new branch, "run-...", that begins there
+    after a restore of an older one                  a new branch, "run-...", that begins there; without a parent if
+                                                     that was replaced or deleted meanwhile
     otherwise: another run                           a new branch, "run-...", without a parent
 
 Invariant: which tag a snapshot has says what it is; branches say only what followed what. Must not know states.
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from cas_ckpt import CkptError, Repository
+from cas_ckpt import CkptError, NotFoundError, Repository
 from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.torchsnapshot.places import RUN, Place
 
@@ -125,18 +126,27 @@ def new_branch() -> str:
     return f"{RUN}{secrets.token_hex(4)}"
 
 
-def branch_for(opened: Opened) -> str:
-    """The branch that the next snapshot goes to; for rank 0 to choose."""
-    if opened.branch is not None:
-        return opened.branch
+def branch_for(opened: Opened) -> tuple[str, bool]:
+    """The branch that the next snapshot goes to, and whether it has no parent there; for rank 0 to choose."""
     head = opened.repo.head
+    is_unknown = head.commit is None or (head.branch is None and _is_gone(opened.repo, head.commit))
+    if opened.branch is not None:
+        return opened.branch, is_unknown
     if head.branch is not None and head.commit is not None:
-        return head.branch
+        return head.branch, False
     if head.commit is not None:
         ends = [name for name, commit in opened.repo.branches().items() if commit == head.commit]
-        return next(iter(ends), new_branch())
+        return next(iter(ends), new_branch()), is_unknown
     is_empty = opened.repo.latest(opened.repo.default_branch) is None
-    return opened.repo.default_branch if is_empty else new_branch()
+    return opened.repo.default_branch if is_empty else new_branch(), True
+
+
+def _is_gone(repo: Repository, commit: str) -> bool:
+    """Whether nothing can follow a commit, as another process has replaced or deleted the snapshot that it was."""
+    try:
+        return repo.log(commit, limit=1)[0].forgotten
+    except NotFoundError:
+        return True
 
 
 def _open(place: Place, **how: Any) -> Repository:

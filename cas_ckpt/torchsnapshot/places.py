@@ -13,9 +13,9 @@ The repository of a new snapshot in a folder, by the first of these that holds:
 
 Everybody's folders do not count on the way up either: what somebody else put there is not ours to use.
 
-The file names the repository and the commit, so that `os.path.exists` says whether a snapshot is there, and a folder
-that is moved with its repository, renamed or copied still is the snapshot that it was, whatever is taken to its former
-path. It is written after the tag: where it is, the snapshot is whole.
+The file names the repository and the commit, so that `os.path.exists` says whether a snapshot is there. A folder that
+is moved with its repository or renamed still is the snapshot that it was, whatever is taken to its former path; a copy
+is, until that path was taken to twice. It is written after the tag: where it is, the snapshot is whole.
 
 Invariant: the same path gives the same tag, and two paths never share one. Must not know states.
 """

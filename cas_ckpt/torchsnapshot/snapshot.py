@@ -91,7 +91,11 @@ class Snapshot:
             that is replicated. UnsupportedValueError: a value that only pickle could store.
         """
         taking = Taking(path, app_state, pg, replicated or (), storage_options, _custom_tensor_prepare_func)
-        made = taking.opened.repo.commit(taking.state, **taking.how)
+        try:
+            made = taking.opened.repo.commit(taking.state, **taking.how)
+        except BaseException:
+            taking.opened.branch = None  # another process may have gone on with it: the next one chooses anew
+            raise
         taking.ranks.gather(lambda: taking.name(made))
         return cls._taken(taking, made)
 
@@ -302,7 +306,9 @@ class PendingSnapshot:
         """Name the commit, as soon as it is made; called by the thread that made it."""
         try:
             self._error = pending.exception()
-            if self._error is None:
+            if self._error is not None:
+                self._taking.opened.branch = None  # as in `take`
+            else:
                 name = self._taking.await_name if self._taking.ranks.rank else self._taking.name
                 name(pending.result())
         except Exception as error:  # noqa: BLE001 - `wait` raises it

@@ -73,10 +73,9 @@ class Taking:
             _LOGGER.warning("rank %d gave the path %s; that of rank 0 counts: %s", ranks.rank, path, heard[0][1])
         state = self._agreed(app_state, agreed_globs([globs for _, _, globs in heard]), prepare)
         self.opened: Opened = together(place, ranks, create=True)
-        branch = ranks.from_first(lambda: branch_for(self.opened))
+        branch, begins = ranks.from_first(lambda: branch_for(self.opened))
         self.opened.branch = branch
         self.state = state
-        begins = self.opened.repo.head.commit is None  # then nothing is known that it could follow
         self.how: dict[str, Any] = {
             "branch": branch,
             "message": f"snapshot {place.tag}",

@@ -12,6 +12,7 @@ import torch
 from cas_ckpt import CommitOptions, Repository
 from cas_ckpt.torchsnapshot import Snapshot, StateDict, close_repositories, delete_snapshot
 from cas_ckpt.torchsnapshot.failures import NotInSnapshotError
+from tests.processes import Forked
 
 SIZE = 250_000
 
@@ -59,6 +60,28 @@ def test_snapshots_at_other_paths_and_what_people_name_stays(tmp_path: Path) -> 
     with Repository.open(tmp_path / ".cas_ckpt") as repo:
         assert not repo.log(mine)[0].forgotten
         assert repo.load("refs/pins/kept")["state"]["number"] == 0 and repo.fsck(read_data=True).ok
+
+
+def replaced(path: str) -> None:
+    """What another process does that goes on from a snapshot, and takes to its path."""
+    Snapshot(path).restore({})
+    for number in range(3):
+        Snapshot.take(path, state(number))
+
+
+def test_snapshots_are_taken_after_that_which_was_restored_is_gone(tmp_path: Path) -> None:
+    path = str(tmp_path / "latest")
+    Snapshot.take(path, state(7))
+    own = state(0)
+    Snapshot(path).restore(own)
+    with Forked(replaced, path) as process:
+        process.wait(60)
+    assert process.returncode == 0
+    for number in range(2):
+        own = state(10 + number)
+        Snapshot.take(str(tmp_path / f"own-{number}"), own)
+        assert Snapshot(str(tmp_path / f"own-{number}")).read_object("0/state/number") == 10 + number
+    close_repositories()
 
 
 @pytest.mark.parametrize("repository", [None, "beside"])
