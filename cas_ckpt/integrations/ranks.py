@@ -65,17 +65,18 @@ class Ranks:
         made: Any = self.gather(lambda: make() if self.rank == 0 else None)[0]
         return made  # type: ignore[no-any-return]
 
-    def on_top(self, repository: Repository, branch: str) -> CommitOptions:
+    def on_top(self, repository: Repository, branch: str, origin: str | None = None) -> CommitOptions:
         """Options of a commit that goes on top of `branch`, whoever has committed there since the state was restored.
 
-        As where a process that was thought dead had saved once more: the lineage says where the state came from then.
+        As where a process that was thought dead had saved once more: the lineage says where the state came from then,
+        `origin`, or what the repository has checked out.
         """
-        head, options = repository.head, repository.commit_options
 
-        def is_left() -> bool:
-            newest = repository.latest(branch)
-            return head.branch is None and newest is not None and head.commit not in (None, newest.id)
+        def left() -> str | None:
+            head, newest = repository.head, repository.latest(branch)
+            commit = origin or (head.commit if head.branch is None else None)
+            return None if newest is None or newest.id == commit else commit
 
-        if head.commit is None or not self.from_first(is_left):
-            return options
-        return replace(options, lineage=[*options.lineage, Lineage("continued-from", head.commit)])
+        options, came_from = repository.commit_options, self.from_first(left)
+        lineage = [] if came_from is None else [Lineage("continued-from", came_from)]
+        return replace(options, lineage=[*options.lineage, *lineage])

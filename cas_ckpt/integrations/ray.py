@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ from uuid import uuid4
 
 import ray.train
 
-from cas_ckpt import CkptError, CommitInfo, CommitOptions, InvalidInputError, Lineage, Repository
+from cas_ckpt import CkptError, CommitInfo, InvalidInputError, Repository
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.integrations.rotation import forget_own
@@ -96,12 +97,11 @@ class CasCheckpoints:
             InvalidInputError: the checkpoint was made by something else.
             CkptError: it cannot be restored; see `Repository.checkout`.
         """
-        found = self._ranks.from_first(self._found)
-        if found is None:
+        commit = self._ranks.from_first(self._found)
+        if commit is None:
             return None
-        commit, is_newest = found
         self.repository.checkout(commit.id, into=state)
-        self.last_commit, self._left = commit, None if is_newest else commit.id
+        self.last_commit, self._left = commit, commit.id
         self._run = _run_of(commit) or self._run
         return commit.step
 
@@ -117,12 +117,12 @@ class CasCheckpoints:
         """
         self.last_error, made = None, None
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
-        lineage = [] if self._left is None else [Lineage("continued-from", self._left)]
         try:
+            options = self._ranks.on_top(self.repository, self._branch, self._left)
             made = self.repository.commit(
                 state, step=step, branch=self._branch, metrics=self._ranks.from_first(lambda: numbers),
                 meta={RUN: self._run},
-                options=CommitOptions(create=True, orphan=self.last_commit is None, lineage=lineage),
+                options=replace(options, create=True, orphan=self.last_commit is None),
             )  # fmt: skip
         except Exception as error:  # a state_dict may raise anything, on one rank alone
             self.last_error = error
@@ -140,16 +140,15 @@ class CasCheckpoints:
             checkpoint.set_metadata({COMMIT: made.id, "repository": self.repository.url, "step": step})
             ray.train.report(metrics, checkpoint, checkpoint_dir_name=made.id)
 
-    def _found(self) -> tuple[CommitInfo, bool] | None:
-        """The commit that Ray resumes from, and whether it is the newest of the branch."""
+    def _found(self) -> CommitInfo | None:
+        """The commit that Ray resumes from."""
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is None:
             return None
         commit = checkpoint.get_metadata().get(COMMIT)
         if not isinstance(commit, str):
             raise InvalidInputError(f"{checkpoint} names no commit: it was not made by CasCheckpoints")
-        newest = self.repository.latest(self._branch)
-        return self.repository.log(commit, limit=1)[0], newest is not None and newest.id == commit
+        return self.repository.log(commit, limit=1)[0]
 
     def _forget(self, newest: CommitInfo) -> None:
         """Forget commits of this training whose checkpoints Ray does not have any more; by one rank."""

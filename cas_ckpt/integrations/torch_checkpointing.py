@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,17 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 
-from cas_ckpt import (
-    CommitInfo,
-    CommitOptions,
-    InvalidInputError,
-    Lineage,
-    MismatchError,
-    NotFoundError,
-    PendingCommit,
-    PerRank,
-    Repository,
-)
+from cas_ckpt import CommitInfo, InvalidInputError, MismatchError, NotFoundError, PendingCommit, PerRank, Repository
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.integrations.ranks import Ranks
 
@@ -109,15 +100,18 @@ class CasCheckpointManager:
         self._attempt(self._settled)
         own = [name for name, spec in specs.items() if spec.resharder is None and _is_own(checkpoint[name])]
         state = {name: PerRank(value) if name in own else value for name, value in checkpoint.items()}
-        lineage = [] if self._left is None else [Lineage("continued-from", self._left)]
         said: dict[str, Any] = {
             "message": os.fspath(checkpoint_id), "branch": self._branch, "step": _step(checkpoint_id, checkpoint),
             "meta": {ID: os.fspath(checkpoint_id), PER_RANK: own},
-            "options": CommitOptions(create=True, orphan=self.last_commit is None, lineage=lineage),
         }  # fmt: skip
         at_once = isinstance(self._config.save, SyncCheckpointSaverConfig)
         commit = self.repository.commit if at_once else self.repository.commit_async
-        self._attempt(lambda: commit(state, **said))
+
+        def begin() -> CommitInfo | PendingCommit:
+            options = Ranks().on_top(self.repository, self._branch, self._left)
+            return commit(state, **said, options=replace(options, create=True, orphan=self.last_commit is None))
+
+        self._attempt(begin)
         return self._pending
 
     def load(
@@ -150,7 +144,7 @@ class CasCheckpointManager:
         else:
             self._specs(into)
         self._attempt(self._settled)
-        commit, is_newest = self._find(os.fspath(checkpoint_id))
+        commit = self._find(os.fspath(checkpoint_id))
         own = commit.meta[PER_RANK]
         made = {name for name, value in into.items() if value is None}
         found = self._new_objects(commit, list(made), map_location) if made or not into else {}
@@ -162,7 +156,7 @@ class CasCheckpointManager:
             left = [*report.missing, *report.unexpected]
             if left:
                 _LOGGER.warning("%s: %d entries were left as they are, such as %s", checkpoint_id, len(left), left[0])
-        self.last_commit, self._left = commit, None if is_newest else commit.id
+        self.last_commit, self._left = commit, commit.id
         found.update({name: value.value if isinstance(value, PerRank) else value for name, value in target.items()})
         return {name: found[name] for name in into or found}
 
@@ -230,13 +224,13 @@ class CasCheckpointManager:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _find(self, checkpoint_id: str) -> tuple[CommitInfo, bool]:
-        """The newest commit that was saved as this, and whether it is the newest of the branch."""
+    def _find(self, checkpoint_id: str) -> CommitInfo:
+        """The newest commit that was saved as this."""
         newest = self.repository.latest(self._branch)
         commits = [] if newest is None else self.repository.log(newest, first_parent=True)
         for commit in commits:
             if _is_saved(commit) and commit.meta[ID] == checkpoint_id:
-                return commit, commit is commits[0]
+                return commit
         raise NotFoundError(f"{checkpoint_id}: no commit of {self._branch} in {self.repository.url} was saved as this")
 
     def _new_objects(self, commit: CommitInfo, names: list[str], map_location: Any) -> dict[str, Any]:

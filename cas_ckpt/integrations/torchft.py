@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from threading import Event
 from typing import Any, TypeVar, cast
@@ -29,16 +30,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchft.checkpointing import CheckpointTransport
 
-from cas_ckpt import (
-    CkptError,
-    CommitOptions,
-    InvalidInputError,
-    MismatchError,
-    PendingCommit,
-    Policy,
-    Repository,
-    StillPendingError,
-)
+from cas_ckpt import CkptError, InvalidInputError, MismatchError, PendingCommit, Policy, Repository, StillPendingError
 from cas_ckpt.arguments import OnSaveError, check_choice
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -118,7 +110,8 @@ class CasTransport(CheckpointTransport[T]):
         try:
             self._pending = self.repository.commit_async(
                 {"state": _mapped(state_dict, _local)}, step=step, branch=self.branch,
-                message=f"for the replicas {dst_ranks}", options=CommitOptions(create=True, orphan=True),
+                message=f"for the replicas {dst_ranks}",
+                options=replace(self.repository.commit_options, create=True, orphan=True),
                 meta={SENDER: self._sender, DIVIDED: [list(path) for path, _ in _parts(state_dict)]},
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - a state_dict may raise anything, on one rank alone

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -38,7 +38,6 @@ from cas_ckpt import (
     CommitInfo,
     CommitOptions,
     InvalidInputError,
-    Lineage,
     NotFoundError,
     PendingCommit,
     Repository,
@@ -146,11 +145,11 @@ class CasCheckpointManager(BaseCheckpointManager):
             NotFoundError: no commit of the branch is of this step.
             CkptError: it cannot be restored; see `Repository.checkout`.
         """
-        found: tuple[str, int | None, bool] | None = Ranks().from_first(lambda: self._find(step))
+        found: tuple[str, int | None] | None = Ranks().from_first(lambda: self._find(step))
         if found is None:
             _LOGGER.info("no commit on %s of %s yet: torchtitan looks for files", self._branch, self.repository.url)
             return bool(self._own_manager().load())
-        commit, saved_step, is_newest = found
+        commit, saved_step = found
         names = [name for name in self.states if name not in self._config.exclude_from_loading]
         if saved_step == 0:
             names = [MODEL]
@@ -160,7 +159,7 @@ class CasCheckpointManager(BaseCheckpointManager):
             keys=None if len(names) == len(self.states) else names,
         )  # fmt: skip
         self._has_history = True
-        self._left = None if is_newest else commit
+        self._left = commit
         _LOGGER.info("training goes on from step %s of %s", saved_step, self.repository.url)
         return True
 
@@ -179,11 +178,10 @@ class CasCheckpointManager(BaseCheckpointManager):
         state: dict[str, Any] = {MODEL: self._exported()} if only_model else self.states
         said: dict[str, Any] = {
             "step": curr_step, "branch": self._branch, "meta": {MARK: ONLY_MODEL if only_model else FULL},
-            "options": self._options(),
         }  # fmt: skip
         at_once = last_step or config.async_mode == AsyncMode.DISABLED.value
         commit = self.repository.commit if at_once else self.repository.commit_async
-        succeeded = self._attempt(lambda: commit(state, **said))
+        succeeded = self._attempt(lambda: commit(state, **said, options=self._options()))
         if only_model and config.last_save_in_hf:
             own = self._own_manager()
             own.dcp_save(state[MODEL], f"{own.folder}/step-{curr_step}", AsyncMode.DISABLED, to_hf=True)
@@ -229,8 +227,8 @@ class CasCheckpointManager(BaseCheckpointManager):
                 _LOGGER.warning("step %s is committed, but older ones were not forgotten: %s", made.step, error)
         return True
 
-    def _find(self, step: int) -> tuple[str, int | None, bool] | None:
-        """The commit to resume from, its step, and whether it is the newest of the branch; None: there is none yet."""
+    def _find(self, step: int) -> tuple[str, int | None] | None:
+        """The commit to resume from, and its step; None: there is none yet."""
         newest = self.repository.latest(self._branch)
         if newest is None and step == -1:
             return None
@@ -238,7 +236,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         found = [each for each in commits if not each.forgotten and (each.step == 0 or not _is_only_model(each))]
         for commit in found:
             if step in (-1, commit.step):
-                return commit.id, commit.step, commit is commits[0]
+                return commit.id, commit.step
         if step == -1:
             if commits:
                 _LOGGER.warning("no commit on %s has more than a model: training begins anew", self._branch)
@@ -248,8 +246,8 @@ class CasCheckpointManager(BaseCheckpointManager):
 
     def _options(self) -> CommitOptions:
         """Of the next commit: a new training may begin its branch, and one that went back says where it came from."""
-        lineage = [] if self._left is None else [Lineage("continued-from", self._left)]
-        return CommitOptions(create=True, orphan=not self._has_history, lineage=lineage)
+        options = Ranks().on_top(self.repository, self._branch, self._left)
+        return replace(options, create=True, orphan=not self._has_history)
 
     def _exported(self) -> dict[str, Any]:
         """The model in the dtype of exports."""

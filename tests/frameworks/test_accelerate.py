@@ -76,9 +76,9 @@ def resumed(folder: Path, caplog: pytest.LogCaptureFixture, *, batch_size: int, 
     caplog.clear()
     with checkpoints.repository:
         step = checkpoints.resume()
-        for step, _ in enumerate(checkpoints.batches(loader, step // len(loader)), step + 1):
-            if step == 2:
-                checkpoints.save(step)
+        for number, _ in enumerate(checkpoints.batches(loader, step // len(loader)), step + 1):
+            if number == 2:
+                checkpoints.save(number)
     return [record.getMessage() for record in caplog.records if record.name == "cas_ckpt"]
 
 

@@ -16,7 +16,15 @@ from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.checkpoint_layout import LayoutInfo, TorchSerialization
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 
-from cas_ckpt import CommitInfo, InvalidInputError, MismatchError, NotFoundError, PermissionDeniedError, Repository
+from cas_ckpt import (
+    CommitInfo,
+    CommitOptions,
+    InvalidInputError,
+    MismatchError,
+    NotFoundError,
+    PermissionDeniedError,
+    Repository,
+)
 from cas_ckpt.integrations.torch_checkpointing import CasCheckpointManager
 from tests.frameworks import torch_checkpointing_cases as cases
 from tests.frameworks.programs import roots_of
@@ -168,6 +176,23 @@ def test_what_is_saved_after_an_earlier_state_was_loaded_says_so_and_the_newest_
     assert [each.step for each in log] == [2, 2, 1]
     assert [(edge.kind, edge.target) for edge in log[0].lineage] == [("continued-from", first.id)]
     for each in (manager, again):
+        each.close()
+
+
+def test_a_save_goes_on_top_of_what_another_process_saved_since_and_keeps_the_repositorys_options(
+    tmp_path: Path,
+) -> None:
+    old = CasCheckpointManager(tmp_path / "repo", synchronous())
+    old.save("step_1", {"x": 1, "step": 1})
+    options = CommitOptions(provenance=True)
+    new = CasCheckpointManager(Repository.open(tmp_path / "repo", commit_options=options), synchronous())
+    new.load("step_1", into={"x": 0})
+    old.save("step_2", {"x": 2, "step": 2})
+    for step in (2, 3):
+        new.save(f"step_{step}", {"x": 10 * step, "step": step})
+    assert new.last_commit is not None and new.repository.show(new.last_commit).provenance
+    assert [each.step for each in new.repository.log()] == [3, 2, 2, 1]
+    for each in (old, new):
         each.close()
 
 
