@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from cas_ckpt import CkptError, CommitInfo, Lineage, Repository
+from cas_ckpt import CkptError, CommitInfo, Repository
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, PeerError, UnsupportedValueError
@@ -184,7 +184,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         return state, CasStorageWriter(
             self.repository, branch=self._branch, create=True, orphan=self.last_commit is None, message=folder.name,
             step=step, process_group=self._ranks.pg,
-            lineage=[] if self._left is None else [Lineage("continued-from", self._left)],
+            lineage=self._ranks.on_top(self.repository, self._branch, self._left).lineage,
         )  # fmt: skip
 
     def _made(self, writer: CasStorageWriter, folder: Path) -> None:
@@ -238,8 +238,7 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         with self._own_error():
             load(state, storage_reader=reader, planner=DefaultLoadPlanner(**_AS_IT_IS), process_group=self._ranks.pg)
         self.last_commit = self.repository.log(commit, limit=1)[0]
-        newest = self._ranks.from_first(lambda: self.repository.latest(self._branch))
-        self._left = None if newest is None or newest.id == commit else commit
+        self._left = commit
         return dict_list_map_inplace(
             lambda part: part.data if isinstance(part, ShardedTensor) else restored(state[part.unique_key][0]),
             sharded_state_dict,
