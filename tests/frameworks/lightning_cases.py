@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.integrations.lightning import CasCheckpointIO, CasModelCheckpoint
+from cas_ckpt.integrations.lightning_shards import CasShards
 from tests import processes
 
 if __name__ not in processes.IMPORTED:
@@ -249,15 +251,15 @@ class Sharded(Net):
             fully_shard(each, mesh=self.device_mesh["data_parallel"])
 
 
-def train_shards(folder: str, callback: str, step: int | None, seed: int) -> list[CommitInfo]:
-    """A rank of a training by shards, with the callback that the docs have, which keeps runs/ckpts."""
+def train_shards(folder: str, step: int | None, seed: int, epochs: int = 3) -> list[CommitInfo]:
+    """A rank of a training by shards, which keeps runs/ckpts."""
+    size = torch.distributed.get_world_size()
     as_torchrun()
     os.chdir(folder)
-    names: dict[str, Any] = {}
-    exec(callback, names)
-    callbacks = [names["Commits"](), *([] if step is None else [KillAt(step)])]
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    given = {"strategy": strategy, "devices": 2, "max_epochs": 3, "max_steps": -1, "enable_checkpointing": False}
+    stopping = EarlyStopping("loss", patience=9)
+    callbacks = [CasShards("runs/ckpts", on_save_error="raise"), stopping, *([] if step is None else [KillAt(step)])]
+    strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+    given = {"strategy": strategy, "devices": size, "max_epochs": epochs, "max_steps": -1}
     trainer, model = trainer_of(Path(folder), *callbacks, **given), Sharded(seed)
     seed_everything(5, verbose=False)
     trainer.fit(model, batches("plain"))

@@ -32,10 +32,12 @@ from cas_ckpt import (
     InvalidInputError,
     NoRepositoryError,
     NotFoundError,
+    PermissionDeniedError,
     Repository,
     UnsupportedValueError,
 )
 from cas_ckpt.integrations.lightning import CasCheckpointIO, CasModelCheckpoint
+from cas_ckpt.integrations.lightning_shards import CasShards
 from tests.frameworks.lightning_cases import (
     Net,
     batches,
@@ -45,7 +47,7 @@ from tests.frameworks.lightning_cases import (
     train_until_killed,
     trainer_of,
 )
-from tests.frameworks.programs import PAGE, roots_of
+from tests.frameworks.programs import roots_of
 from tests.processes import ROOT, Forked
 from tests.ranks import Outcome, results, run_processes
 
@@ -810,14 +812,38 @@ def test_ranks_that_lightning_spawns_save_and_hand_over(tmp_path: Path) -> None:
 
 
 def test_shards_are_committed_by_a_callback_and_go_on_exactly(tmp_path: Path) -> None:
-    callback = next(
-        each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "Commits" in each
-    )
     case = "tests.frameworks.lightning_cases:train_shards"
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = results(run_processes(2, case, str(tmp_path / "whole"), callback, None, 1))[0]
-    killed = run_processes(2, case, str(tmp_path / "killed"), callback, 8, 1, hanging=(1,))
+    whole = results(run_processes(2, case, str(tmp_path / "whole"), None, 1))[0]
+    killed = run_processes(2, case, str(tmp_path / "killed"), 8, 1, hanging=(1,))
     assert killed[0].exit_code == -signal.SIGKILL
-    again = results(run_processes(2, case, str(tmp_path / "killed"), callback, None, 9))[0]
+    again = results(run_processes(2, case, str(tmp_path / "killed"), None, 9))[0]
     assert [each.step for each in again] == [9, 6, 3] and roots(again) == roots(whole)
+    alone = results(run_processes(1, case, str(tmp_path / "killed"), None, 9, 4))[
+        0
+    ]  # with all five batches of an epoch
+    assert [each.step for each in alone] == [14, 9, 6, 3] and roots(alone)[1:] == roots(whole)
+
+
+def test_a_training_by_shards_goes_on_without_saves_that_fail_and_has_one_place_to_resume_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"max_epochs": 2, "max_steps": -1}
+    shards = CasShards(tmp_path / "ckpts", every_n_epochs=2)
+    trainer_of(tmp_path, shards, **given).fit(Net(), batches("plain"))
+    assert shards.repository is not None and [each.step for each in shards.repository.log()] == [10]
+    with Repository.open(tmp_path / "ckpts", read_only=True) as repository:
+        shards = CasShards(repository)
+        trainer = trainer_of(tmp_path, shards, **{**given, "max_epochs": 3})
+        trainer.fit(Net(), batches("plain"))
+        assert trainer.global_step == 15 and isinstance(shards.last_error, PermissionDeniedError)
+        assert "step 15 was not committed, training goes on" in caplog.text
+        trainer = trainer_of(tmp_path, CasShards(repository, on_save_error="raise"), **{**given, "max_epochs": 3})
+        with pytest.raises(PermissionDeniedError):
+            trainer.fit(Net(), batches("plain"))
+    own = ModelCheckpoint(tmp_path / "files", every_n_epochs=1)
+    trainer_of(tmp_path, own, **given).fit(Net(), batches("plain"))
+    trainer = trainer_of(tmp_path, CasShards(tmp_path / "ckpts"), **{**given, "max_epochs": 3})
+    with pytest.raises(InvalidInputError, match="leave one out"):
+        trainer.fit(Net(), batches("plain"), ckpt_path=own.best_model_path)
