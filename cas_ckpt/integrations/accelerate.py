@@ -260,8 +260,9 @@ class SaveHooks(_Saves):
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         def commit() -> None:
             self.last_commit = self.repository.commit(
-                _named(models), message=os.path.basename(output_dir), branch=self._branch, frozen="requires_grad"
-            )
+                _named(models), message=os.path.basename(output_dir), branch=self._branch, frozen="requires_grad",
+                options=Ranks().on_top(self.repository, self._branch),
+            )  # fmt: skip
             found = {"repository": self.repository.url, "commit": self.last_commit.id, "branch": self._branch}
             Ranks().gather(lambda: self._point(Path(output_dir), found))
 

@@ -190,6 +190,10 @@ def test_saves_leave_weights_to_the_repository_and_load_them_from_there(tmp_path
         assert [each.message for each in repo.log(f"main-{repo.log('main')[1].id[:8]}")] == ["third", "first"]
         accelerator.load_state(folders[1])
         assert all(torch.equal(kept[1][name], value) for name, value in model.state_dict().items())
+        with Repository.open(tmp_path / "ckpts") as other:
+            other.commit({"model": model}, message="late", branch="main")  # by a process that was thought dead
+        accelerator.save_state(str(tmp_path / "fourth"))
+        assert hooks.last_error is None and [each.message for each in repo.log("main", limit=2)] == ["fourth", "late"]
         hooks.remove()
         accelerator.save_state(str(tmp_path / "plain"))
         assert list((tmp_path / "plain").glob("*.safetensors"))
