@@ -6,6 +6,7 @@
     data.py          `ElasticLoader`, batches that any number of data parallel ranks go on with
     lightning.py     `CasModelCheckpoint`, a callback of Lightning's Trainer
     lightning_io.py  `CasCheckpointIO`, where Trainer and Fabric save
+    lightning_files.py    the files at Lightning's paths, which name commits
     lightning_shards.py    `CasShards`, for strategies of Lightning that write shards
     torchtitan.py    `CasCheckpointManager`, in place of torchtitan's own
     megatron.py      `CasStrategy` for dist_checkpointing of megatron-core, whose folders name commits

@@ -19,7 +19,6 @@ nor its Trainer, which Fabric does not import.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -43,7 +42,7 @@ from cas_ckpt import (
     UnsupportedValueError,
 )
 from cas_ckpt.arguments import OnSaveError, check_choice
-from cas_ckpt.formats.folders import OutputFiles
+from cas_ckpt.integrations.lightning_files import absolute, file_of, read_file, write_file
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -56,9 +55,6 @@ METRICS, RNG = "cas_ckpt.metrics", "cas_ckpt.rng"
 BY_KEY = ("state_dict", "optimizer_states", "lr_schedulers", "loops", RNG)
 """Parts of a checkpoint that are read by key. Elsewhere the order of dicts is kept: of equal metrics Lightning takes
 the checkpoint that comes first."""
-
-MOST_BYTES = 4096
-"""A file that names a commit is shorter."""
 
 
 class CasCheckpointIO(TorchCheckpointIO):
@@ -150,7 +146,7 @@ class CasCheckpointIO(TorchCheckpointIO):
                 "a CasCheckpointIO saves in the thread that made it: in place of AsyncCheckpointIO, which removes "
                 "files that it has not yet written, say CasCheckpointIO(..., asynchronous=True)"
             )
-        file = _absolute(path)
+        file = absolute(path)
         if self._asynchronous and any(each.is_symlink() for each in Path(file).parent.glob("*.ckpt")):
             raise InvalidInputError(
                 f'there are links beside {file}: where saves are asynchronous, save_last="link" links to files that '
@@ -180,7 +176,7 @@ class CasCheckpointIO(TorchCheckpointIO):
             InvalidInputError: the commit is no checkpoint of Lightning.
             UnsupportedValueError: a value of it was pickled, and may not be unpickled.
         """
-        named = {"commit": str(path)[len(REVISION) :]} if str(path).startswith(REVISION) else _read(path)
+        named = {"commit": str(path)[len(REVISION) :]} if str(path).startswith(REVISION) else read_file(path)
         if named is None:
             place = {} if map_location is None else {"map_location": map_location}
             theirs: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only is not False, **place)
@@ -188,14 +184,14 @@ class CasCheckpointIO(TorchCheckpointIO):
         repository = self._open()
         repository.drain()
         commit = repository.log(named.get("commit") or named["branch"], limit=1)[0]
-        file = _file_of(commit)
+        file = file_of(commit)
         if file is None:
             raise InvalidInputError(f"{path} is the commit {commit.short_id}, which is no checkpoint of Lightning")
         state = repository.load(
             commit, map_location=None if callable(map_location) else map_location,
             allow_pickle=self._options.allow_pickle and weights_only is not True,
         )  # fmt: skip
-        folders = {os.path.dirname(_absolute(each)) for each in (path, *self.last_files)}
+        folders = {os.path.dirname(absolute(each)) for each in (path, *self.last_files)}
         is_newest = "branch" in named and os.path.dirname(file) in folders
         if "branch" in named and not is_newest:
             _LOGGER.warning("%s is the newest commit of %s, which was saved as %s", path, named["branch"], file)
@@ -212,7 +208,7 @@ class CasCheckpointIO(TorchCheckpointIO):
             CkptError: the repository refused, and `on_save_error` is "raise".
         """
         with self._lock:
-            self._to_remove.append(_absolute(path))
+            self._to_remove.append(absolute(path))
             if not self._may_remove:
                 return
         try:
@@ -235,7 +231,7 @@ class CasCheckpointIO(TorchCheckpointIO):
 
     def complete(self) -> None:
         """Let tag and file name what `last.ckpt` led to, if its process was killed before it did. On rank 0."""
-        file = self._unnamed and _file_of(self._unnamed)
+        file = self._unnamed and file_of(self._unnamed)
         if self._unnamed is not None and file and not get_filesystem(file).exists(file):
             self._name(file, self._unnamed)
 
@@ -278,13 +274,13 @@ class CasCheckpointIO(TorchCheckpointIO):
     def _settle(self, file: str, number: int, commit: CommitInfo) -> None:
         """The commit of the save of this number is durable: name it, and let go what it replaces."""
         with self._lock:
-            old = None if os.path.islink(file) else _read(file)
+            old = None if os.path.islink(file) else read_file(file)
             self._name(file, commit)
             self.last_commit, self.last_error = commit, None
             self._may_remove = number == self._saves  # else the next one is under way, for which Lightning removes
             # What a process that was killed before it named it had committed for the same path is replaced, too.
             parents = [self._open().log(each, limit=1)[0] for each in commit.parents]
-            replaced = {each.id for each in parents if _file_of(each) == file} | {old and old.get("commit")}
+            replaced = {each.id for each in parents if file_of(each) == file} | {old and old.get("commit")}
             self._to_give_up += [each for each in replaced if each and each != commit.id]
         try:
             if self._may_remove:
@@ -298,15 +294,15 @@ class CasCheckpointIO(TorchCheckpointIO):
         branch, stem = self.branch or repository.default_branch, Path(file).stem[-100:]
         stem = re.sub("[^A-Za-z0-9._-]+|[.]{2,}", "-", stem).lstrip(".-_")
         repository.tag(f"{branch}/{stem}-{commit.short_id}", commit, force=True)
-        _write(file, {"cas_ckpt": 1, "repository": repository.url, "commit": commit.id})
+        write_file(file, {"cas_ckpt": 1, "repository": repository.url, "commit": commit.id})
         for last in self.last_files:  # each time: of several files Lightning takes the one that was written last
-            _write(last, {"cas_ckpt": 1, "repository": repository.url, "branch": branch})
+            write_file(last, {"cas_ckpt": 1, "repository": repository.url, "branch": branch})
 
     def _remove_waiting(self) -> None:
         """Remove the files that Lightning wants removed, and give up what they and older ones named."""
         with self._lock:
             while self._to_remove:
-                named = None if os.path.islink(self._to_remove[0]) else _read(self._to_remove[0])
+                named = None if os.path.islink(self._to_remove[0]) else read_file(self._to_remove[0])
                 self._to_give_up += [named["commit"]] if named and "commit" in named else []
                 super().remove_checkpoint(self._to_remove.pop(0))
             waiting, self._to_give_up = self._to_give_up, []
@@ -344,46 +340,6 @@ class CasCheckpointIO(TorchCheckpointIO):
         if self._raise and error is not None:
             self.last_error = None
             raise error
-
-
-# ------------------------------------------------------------ files that name commits
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return str(path) if "://" in str(path) else os.path.abspath(path)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What a file says that names a commit; None: there is none, or it is another kind of file."""
-    files, data = get_filesystem(path), b""
-    if files.isfile(str(path)):
-        with files.open(str(path), "rb") as file:
-            data = file.read(MOST_BYTES)
-    if not data.startswith(b'{"cas_ckpt": '):
-        return None
-    try:
-        found: dict[str, Any] = json.loads(data)
-        if not isinstance(found.get("commit", found.get("branch")), str):
-            raise TypeError("it names neither a commit nor a branch")
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(f"{path} is to name a commit, and is damaged ({error}): remove it") from error
-    return found
-
-
-def _write(path: str, said: Mapping[str, Any]) -> None:
-    """Write such a file; on this machine it is there whole, and durable, or as it was before."""
-    (folder, name), data = os.path.split(path), json.dumps(said).encode()
-    if "://" in path:
-        get_filesystem(path).pipe_file(path, data)
-        return
-    with OutputFiles(Path(folder), [name], force=True) as output, output.open(name) as file:
-        file.write(data)  # a link is replaced, not what it leads to
-
-
-def _file_of(commit: CommitInfo) -> str | None:
-    """The path that a commit was made for; None: it is no checkpoint of Lightning."""
-    said = commit.meta.get("lightning") if isinstance(commit.meta, dict) else None
-    return said["file"] if said else None
 
 
 # ------------------------------------------------------------ the order of dicts
