@@ -332,7 +332,7 @@ def test_what_megatron_does_not_look_for_is_named(repo: Repository, tmp_path: Pa
     for more, reason in (
         ({"rng": {"0": 1}}, "rng: neither a tensor nor an object of Megatron"),
         ({"model": {"w": torch.ones(1)}}, "model: neither"),
-        ({"files": {"mine": 7}}, "files: neither"),
+        ({"files": {"mine": 7}}, "files: holds other things than files"),
         ({"files": {"common.pt": b""}}, "files/common.pt: no file of the folder may be called so"),
         ({"p/shard_0_1": mine}, "p~1shard_0_1: a value of a class that is not known here"),
     ):
