@@ -92,22 +92,7 @@ def export_trainer_folder(
     side_files = plain_leaves(handle, tree.children.get(FILES), bytes) or {}
     if not side_files and FILES in tree.children:
         raise UnsupportedValueError(f"{FILES}: holds other things than files of the folder: leave it out by keys")
-    tag = latest_tag(side_files.get(LATEST, b""))
-    parts: dict[KeyPath, str] = {}
-    for part in _parts(tree, framework):
-        file = _file(framework, part, tag, one_rank=_ranks(tree) == 1)
-        if file is None and framework in BESIDE_DCP:
-            continue
-        if file is None:
-            raise UnsupportedValueError(
-                f"{render_key(part)}: a folder of {framework} has no file for it: leave it out by keys, or export "
-                "the commit in another format"
-            )
-        if file in parts.values():
-            raise UnsupportedValueError(
-                f"{render_key(part)}: another entry goes into {file}, too: leave one out by keys"
-            )
-        parts[part] = file
+    parts = _files(tree, framework, latest_tag(side_files.get(LATEST, b"")))
 
     @lru_cache(maxsize=1)  # values of each rank are there at once, and nothing beside what is being written
     def entry(name: Name, inner: Name | None) -> Any:
@@ -148,6 +133,34 @@ def export_trainer_folder(
         )  # fmt: skip
     sizes = [entry.num_bytes for entry in list_entries(handle, root, keys=keys) if entry.shape is not None]
     return replace(info, num_tensors=len(sizes), total_bytes=sum(sizes))
+
+
+def _files(tree: Container, framework: str, tag: str) -> dict[KeyPath, str]:
+    """The file of each part that has one of its own.
+
+    Args:
+        tag: The folder of DeepSpeed's files.
+    Raises:
+        UnsupportedValueError: a part has none, or that of another part.
+    """
+    found: dict[KeyPath, str] = {}
+    taken: set[str] = set()
+    for part in _parts(tree, framework):
+        file = _file(framework, part, tag, one_rank=_ranks(tree) == 1)
+        if file is None and framework in BESIDE_DCP:
+            continue
+        if file is None:
+            raise UnsupportedValueError(
+                f"{render_key(part)}: a folder of {framework} has no file for it: leave it out by keys, or export "
+                "the commit in another format"
+            )
+        if file in taken:
+            raise UnsupportedValueError(
+                f"{render_key(part)}: another entry goes into {file}, too: leave one out by keys"
+            )
+        found[part] = file
+        taken.add(file)
+    return found
 
 
 def _parts(tree: Container, framework: str) -> Iterator[KeyPath]:

@@ -14,6 +14,7 @@
     torch_checkpointing.py    `CasCheckpointManager`, in place of a CheckpointManager of torch_checkpointing
     ray.py           `CasCheckpoints`, what a loop under ray.train saves and resumes by
     ranks.py         what ranks tell one another beside a commit
+    saves.py         `Saves`, what becomes of saves that fail
     rotation.py      what adapters that keep the youngest commits forget
 
 1. An adapter uses public hooks and names of its framework, nothing else of it.

@@ -31,8 +31,9 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, RandomSampler
 
 from cas_ckpt import CommitInfo, InvalidInputError, PerRank, Repository, RNGState, StorageError
-from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.arguments import OnSaveError
 from cas_ckpt.integrations.ranks import Ranks
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -97,31 +98,25 @@ def _unwrapped(name: str, value: Any) -> Any:
     return value
 
 
-class _Saves:
+class _Saves(Saves):
     """Where saves go, and what became of the last one."""
 
     def __init__(
         self, repository: Repository | str | os.PathLike[str], branch: str | None, on_save_error: OnSaveError
     ) -> None:
-        check_choice("on_save_error", on_save_error, OnSaveError)
+        self._on_error(on_save_error)
         if not isinstance(repository, Repository):
             repository = Repository.open(repository, create=True)
         self.repository = repository
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
         self._branch = branch or self.repository.default_branch
-        self._fails = on_save_error == "raise"
 
     def _saved(self, save: Callable[[], object], otherwise: str) -> bool:
         """Whether `save` succeeded; if it fails, `otherwise` is logged, unless it is to end the training."""
         self.last_error = None
         try:
             save()
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._fails:
-                raise
-            _LOGGER.error("%s: %s", otherwise, error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, otherwise)
         return self.last_error is None
 
 

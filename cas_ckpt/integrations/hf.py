@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cas_ckpt import CkptError, CommitInfo, InvalidInputError, Repository, RNGState, StateDict, StorageError
-from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.arguments import OnSaveError
 from cas_ckpt.integrations.hf_files import (
     MARK,
     best_step,
@@ -58,6 +58,7 @@ from cas_ckpt.integrations.hf_files import (
 )
 from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.integrations.rotation import forget_own
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -80,7 +81,7 @@ STUB = "restored by cas_ckpt.integrations.hf.CasCallback when training begins"
 """The one tensor of the file in place of weights. Trainer names it in a warning where the callback is missing."""
 
 
-class CasCallback(TrainerCallback):
+class CasCallback(Saves, TrainerCallback):
     """Commits at each save of a Trainer, and resumes it from the newest commit.
 
     On many ranks each makes one, as each makes a Trainer.
@@ -113,13 +114,10 @@ class CasCallback(TrainerCallback):
         Raises:
             InvalidInputError: another word for `on_save_error`.
         """
-        check_choice("on_save_error", on_save_error, OnSaveError)
+        self._on_error(on_save_error)
         self.repository = repository if isinstance(repository, Repository) else None
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
         self._path = None if isinstance(repository, Repository) else repository
         self._branch = branch
-        self._raise = on_save_error == "raise"
         self._keep_files = keep_files
         self._frozen = frozen
         self._args: TrainingArguments | None = None
@@ -208,11 +206,8 @@ class CasCallback(TrainerCallback):
                 {**_live_objects(**live), "trainer": trainer}, step=state.global_step, metrics=metrics, meta=meta,
                 branch=self._branch, frozen=self._frozen, options=Ranks().on_top(repository, str(self._branch)),
             )  # fmt: skip
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._raise:
-                raise
-            _LOGGER.error("step %d was not committed, training goes on: %s", state.global_step, error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, f"step {state.global_step} was not committed, training goes on")
             return
         self._num_saves, self._num_logged = self._num_saves + 1, len(state.log_history)
         try:

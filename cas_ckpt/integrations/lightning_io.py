@@ -43,6 +43,7 @@ from cas_ckpt import (
 )
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.integrations.lightning_files import absolute, file_of, read_file, write_file
+from cas_ckpt.integrations.rotation import alone
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -322,8 +323,7 @@ class CasCheckpointIO(TorchCheckpointIO):
             if named == commit and tag.endswith(f"-{commit[:12]}"):
                 repository.delete_tag(tag)
         try:
-            others = [f"^refs/heads/{name}" for name in repository.branches() if name != branch]
-            if repository.log([commit, *others], limit=1):
+            if alone(repository, branch, commit, limit=1):
                 repository.forget(revisions=commit)
         except InvalidInputError:
             self._to_give_up.append(commit)

@@ -11,21 +11,19 @@ Invariant: the state is that of the end of an epoch: no place inside of the data
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from cas_ckpt import CommitInfo, InvalidInputError, PerRank, Repository, RNGState
-from cas_ckpt.arguments import OnSaveError, check_choice, check_whole
+from cas_ckpt import InvalidInputError, PerRank, Repository, RNGState
+from cas_ckpt.arguments import OnSaveError, check_whole
 from cas_ckpt.integrations.ranks import Ranks
+from cas_ckpt.integrations.saves import Saves
 
-_LOGGER = logging.getLogger("cas_ckpt")
 
-
-class CasShards(Checkpoint):
+class CasShards(Saves, Checkpoint):
     """Commits a training at the end of epochs, on all ranks, and resumes the newest commit when `fit` begins.
 
     Lightning calls it after all other callbacks, and adds no ModelCheckpoint beside it.
@@ -55,11 +53,9 @@ class CasShards(Checkpoint):
         Raises:
             InvalidInputError: another word for `on_save_error`, or no whole number of epochs.
         """
-        self._raise = check_choice("on_save_error", on_save_error, OnSaveError) == "raise"
+        self._on_error(on_save_error)
         self._every = check_whole("every_n_epochs", every_n_epochs, least=1)
         self.repository = repository if isinstance(repository, Repository) else None
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
         self._place, self._branch = repository, branch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,11 +88,8 @@ class CasShards(Checkpoint):
                 _live_objects(trainer, pl_module, self), step=trainer.global_step, branch=self._branch,
                 options=Ranks().on_top(self.repository, str(self._branch)),
             )  # fmt: skip
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._raise:
-                raise
-            _LOGGER.error("step %d was not committed, training goes on: %s", trainer.global_step, error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, f"step {trainer.global_step} was not committed, training goes on")
 
 
 def _live_objects(trainer: Trainer, module: LightningModule, own: Checkpoint) -> dict[str, Any]:

@@ -47,12 +47,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from cas_ckpt import CkptError, CommitInfo, Repository
-from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.arguments import OnSaveError
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, PeerError, UnsupportedValueError
 from cas_ckpt.formats.folders import OutputFiles
 from cas_ckpt.formats.pickles import restored, storable
 from cas_ckpt.integrations.ranks import Ranks
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -68,7 +69,7 @@ COMMON = "common"
 _AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
-class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
+class CasStrategy(Saves, base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
     """Saves to a repository and loads from it; all ranks make one, and call each method together.
 
     From then on Megatron loads every folder that names a commit from `repository`, without being told a strategy.
@@ -98,12 +99,9 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
             CkptError: it cannot be opened; see `Repository.open`.
         """
         super().__init__(BACKEND, VERSION)
-        check_choice("on_save_error", on_save_error, OnSaveError)
+        self._on_error(on_save_error)
         self.repository = repository if isinstance(repository, Repository) else Repository.open(repository, create=True)
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
         self._branch = branch or self.repository.default_branch
-        self._raise = on_save_error == "raise"
         self._pending: Any = None
         self._left: str | None = None
         self._ranks = Ranks(dist.new_group(backend="gloo"))  # beside the collectives of the training
@@ -197,11 +195,8 @@ class CasStrategy(base.AsyncSaveShardedStrategy, base.LoadShardedStrategy):
         try:
             with self._own_error():
                 yield folder
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._raise:
-                raise
-            _LOGGER.error("a save failed, %s names the commit before it: %s", folder, error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, f"a save failed, {folder} names the commit before it")
             with suppress(CkptError):
                 self._ranks.from_first(partial(_write_pointer, folder, self.last_commit, str(error)))
 

@@ -29,9 +29,10 @@ from uuid import uuid4
 import ray.train
 
 from cas_ckpt import CkptError, CommitInfo, InvalidInputError, Repository
-from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.arguments import OnSaveError
 from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.integrations.rotation import forget_own
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -42,7 +43,7 @@ COMMIT = "cas_ckpt_commit"
 """In the metadata of each checkpoint: the id of the commit."""
 
 
-class CasCheckpoints:
+class CasCheckpoints(Saves):
     """Commits a state and reports it to Ray, and restores what Ray resumes from; all workers call all of it together.
 
     Attributes:
@@ -67,7 +68,7 @@ class CasCheckpoints:
                 workers.
             CkptError: it cannot be opened; see `Repository.open`.
         """
-        self._on_save_error = check_choice("on_save_error", on_save_error, OnSaveError)
+        self._on_error(on_save_error)
         self._ranks, context = Ranks(), ray.train.get_context()
         if self._ranks.size != context.get_world_size():
             raise InvalidInputError(
@@ -82,8 +83,6 @@ class CasCheckpoints:
                 )
             repository = Repository.open(place, create=True)
         self.repository = repository
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
         self._branch = branch or repository.default_branch
         self._run = self._ranks.from_first(lambda: f"{context.get_experiment_name()} {uuid4()}")
         self._left: str | None = None
@@ -116,19 +115,15 @@ class CasCheckpoints:
             CkptError: the commit failed, and `on_save_error` is "raise"; see `Repository.commit`.
         """
         self.last_error, made = None, None
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
         try:
             options = self._ranks.on_top(self.repository, self._branch, self._left)
             made = self.repository.commit(
-                state, step=step, branch=self._branch, metrics=self._ranks.from_first(lambda: numbers),
+                state, step=step, branch=self._branch, metrics=self._ranks.from_first(lambda: _numbers(metrics)),
                 meta={RUN: self._run},
                 options=replace(options, create=True, orphan=self.last_commit is None),
             )  # fmt: skip
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._on_save_error == "raise":
-                raise
-            _LOGGER.error("a save failed, training goes on: %s", error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "a save failed, training goes on")
         else:
             self.last_commit, self._left = made, None
         if made is None or self._ranks.rank:
@@ -162,6 +157,10 @@ class CasCheckpoints:
             forget_own(self.repository, self._branch, old)
         except CkptError as error:  # on this rank alone, so it cannot end the training of all
             _LOGGER.warning("step %s is committed, but older ones were not forgotten: %s", newest.step, error)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
 
 
 def _run_of(commit: CommitInfo) -> str | None:

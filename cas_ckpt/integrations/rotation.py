@@ -22,10 +22,15 @@ def forget_own(repository: Repository, branch: str, old: Sequence[CommitInfo]) -
     own = [commit for commit in old if not commit.forgotten]
     if not own:
         return
-    others = [f"^refs/heads/{name}" for name in repository.branches() if name != branch]
-    alone = {commit.id for commit in repository.log([own[0].id, *others])}  # what no other branch leads to
+    only_here = {commit.id for commit in alone(repository, branch, own[0].id)}
     for commit in own:
-        if commit.id in alone:
+        if commit.id in only_here:
             with suppress(InvalidInputError):  # a tag names it
                 repository.forget(revisions=commit.id)
     repository.gc()
+
+
+def alone(repository: Repository, branch: str, commit: str, *, limit: int | None = None) -> list[CommitInfo]:
+    """`commit` and those that it leads to, the youngest first, without what another branch than `branch` leads to."""
+    others = [f"^refs/heads/{name}" for name in repository.branches() if name != branch]
+    return repository.log([commit, *others], limit=limit)

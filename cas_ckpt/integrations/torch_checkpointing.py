@@ -30,8 +30,9 @@ from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 
 from cas_ckpt import CommitInfo, InvalidInputError, MismatchError, NotFoundError, PendingCommit, PerRank, Repository
-from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.arguments import OnSaveError
 from cas_ckpt.integrations.ranks import Ranks
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -42,7 +43,7 @@ FILES_ONLY = ("storage_config", "subprocess_init_fn", "pre_finalize_callback", "
 """Settings that have a meaning for files alone."""
 
 
-class CasCheckpointManager:
+class CasCheckpointManager(Saves):
     """Takes the place of a CheckpointManager, with its Config; all ranks call each method together.
 
     Attributes:
@@ -72,16 +73,13 @@ class CasCheckpointManager:
             CkptError: it cannot be opened; see `Repository.open`.
         """
         config = config or CheckpointManager.Config()
-        check_choice("on_save_error", on_save_error, OnSaveError)
+        self._on_error(on_save_error)
         specs = {**config.items, "default": config.default}
         given = [name for name in FILES_ONLY if getattr(config, name) is not None]
         given += [f"layout of {name}" for name, spec in specs.items() if spec is not None and spec.layout is not None]
         if given:
             raise InvalidInputError(f"{', '.join(given)}: a commit has no files, leave this out")
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
         self._config = config
-        self._raise = on_save_error == "raise"
         self._pending: PendingCommit | None = None
         self._left: str | None = None
         self._is_closed = False
@@ -208,11 +206,8 @@ class CasCheckpointManager:
     def _attempt(self, save: Callable[[], CommitInfo | PendingCommit | None]) -> None:
         try:
             made = save()
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._raise:
-                raise
-            _LOGGER.error("a save failed, what was saved before is there: %s", error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "a save failed, what was saved before is there")
             return
         if isinstance(made, PendingCommit):
             self._pending = made

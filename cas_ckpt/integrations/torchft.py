@@ -31,9 +31,12 @@ from torch.distributed.tensor import DTensor
 from torchft.checkpointing import CheckpointTransport
 
 from cas_ckpt import CkptError, InvalidInputError, MismatchError, PendingCommit, Policy, Repository, StillPendingError
-from cas_ckpt.arguments import OnSaveError, check_choice
+from cas_ckpt.arguments import OnSaveError
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
+
+TOLD = "a state for other replicas was not committed, training goes on"
 
 POLL_S = 0.1
 """How often it is looked for a commit that another replica makes."""
@@ -47,7 +50,7 @@ SENDER = "sender"
 T = TypeVar("T")
 
 
-class CasTransport(CheckpointTransport[T]):
+class CasTransport(Saves, CheckpointTransport[T]):
     """Give it to a `Manager` of torchft; each rank of each replica makes one.
 
     Attributes:
@@ -77,15 +80,13 @@ class CasTransport(CheckpointTransport[T]):
             InvalidInputError: another word for `on_save_error`, or an open repository, which may have a process group.
             CkptError: it cannot be opened; see `Repository.open`.
         """
-        check_choice("on_save_error", on_save_error, OnSaveError)
+        self._on_error(on_save_error)
         if not isinstance(repository, (str, os.PathLike)):
             raise InvalidInputError("repository: give a path or URL, which is opened without a process group")
         self.repository = Repository.open(repository, create=True, group=None)
         self._sender = uuid4().hex
         self.branch = branch or f"torchft-{self._sender}"
-        self.last_error: Exception | None = None
         self._state_dict = state_dict
-        self._raise = on_save_error == "raise"
         self._pending: PendingCommit | None = None
 
     def metadata(self) -> str:
@@ -103,7 +104,7 @@ class CasTransport(CheckpointTransport[T]):
             try:
                 each()
             except Exception as error:  # noqa: BLE001 - what a commit in the background raised
-                self._failed(error)
+                self._failed(error, TOLD)
                 if self._pending is not None:  # it goes on, and another one would wait for it
                     return
         self.last_error = None
@@ -114,8 +115,8 @@ class CasTransport(CheckpointTransport[T]):
                 options=replace(self.repository.commit_options, create=True, orphan=True),
                 meta={SENDER: self._sender, DIVIDED: [list(path) for path, _ in _parts(state_dict)]},
             )  # fmt: skip
-        except Exception as error:  # noqa: BLE001 - a state_dict may raise anything, on one rank alone
-            self._failed(error)
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, TOLD)
 
     def disallow_checkpoint(self) -> None:
         """Tell what the last send failed of, if it has. There is nothing to wait for: the state was copied."""
@@ -123,7 +124,7 @@ class CasTransport(CheckpointTransport[T]):
             try:
                 self._settle()
             except Exception as error:  # noqa: BLE001 - what a commit in the background raised
-                self._failed(error)
+                self._failed(error, TOLD)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Wait until the state of `step` is committed to the branch `metadata`, and load it.
@@ -177,12 +178,6 @@ class CasTransport(CheckpointTransport[T]):
         """Forget all that was sent but the last."""
         if self.repository.latest(self.branch) is not None:
             self.repository.forget(Policy(keep_last=1), branches=self.branch, gc=True)
-
-    def _failed(self, error: Exception) -> None:
-        self.last_error = error
-        if self._raise:
-            raise error
-        _LOGGER.error("a state for other replicas was not committed, training goes on: %s", error)
 
     def _divided(self, state: Any, parts: list[list[Any]]) -> Any:
         """`state` with a new DTensor in place of each part, divided as the live one."""

@@ -46,6 +46,7 @@ from cas_ckpt import (
 from cas_ckpt.arguments import OnSaveError, check_choice
 from cas_ckpt.integrations.ranks import Ranks
 from cas_ckpt.integrations.rotation import forget_own
+from cas_ckpt.integrations.saves import Saves
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -58,7 +59,7 @@ MARK = "torchtitan"
 FULL, ONLY_MODEL = "full", "model"
 
 
-class CasCheckpointManager(BaseCheckpointManager):
+class CasCheckpointManager(Saves, BaseCheckpointManager):
     """Saves to a repository and resumes from it; Trainer builds it of its `Config` and calls the rest.
 
     Attributes:
@@ -122,8 +123,7 @@ class CasCheckpointManager(BaseCheckpointManager):
         if config.last_save_in_hf and sd_adapter is None:
             raise InvalidInputError("last_save_in_hf: torchtitan has no names of Hugging Face for this model")
         self.states = states
-        self.last_commit: CommitInfo | None = None
-        self.last_error: Exception | None = None
+        self._on_error(config.on_save_error)
         self._config = config
         self._files: Any = None
         self._live = {
@@ -210,11 +210,8 @@ class CasCheckpointManager(BaseCheckpointManager):
         self.last_error = None
         try:
             made = save()
-        except Exception as error:  # a state_dict may raise anything, on one rank alone
-            self.last_error = error
-            if self._config.on_save_error == "raise":
-                raise
-            _LOGGER.error("a save failed, training goes on: %s", error)  # noqa: TRY400
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "a save failed, training goes on")
             return False
         if isinstance(made, PendingCommit):
             self.save_future = made

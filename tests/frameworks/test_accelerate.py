@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,10 +140,15 @@ def test_a_save_that_fails_is_told_and_the_training_goes_on_unless_it_is_not_to(
         assert checkpoints.resume() == 1
         assert checkpoints.save(2) is None
         assert isinstance(checkpoints.last_error, PermissionDeniedError)
-        assert any(each.levelno == logging.ERROR and "step 2 was not" in each.message for each in caplog.records)
+        [told] = [each for each in caplog.records if "step 2 was not" in each.message]
+        assert told.levelno == logging.ERROR and not told.exc_info
         with pytest.raises(PermissionDeniedError):
             CasCheckpoints(accelerator, repo, on_save_error="raise", model=model).save(3)
         assert CasCheckpoints(accelerator, repo, branch="other", model=model).resume() == 0
+    broken = SimpleNamespace(state_dict=lambda: 1 // 0, load_state_dict=print)
+    assert CasCheckpoints(accelerator, tmp_path / "ckpts", broken=broken).save(4) is None
+    told = caplog.records[-1]  # of what is no error of cas_ckpt, where it was raised, too
+    assert "step 4 was not" in told.message and told.exc_info and told.exc_info[0] is ZeroDivisionError
 
 
 def test_the_state_is_what_was_prepared_unwrapped(tmp_path: Path) -> None:
